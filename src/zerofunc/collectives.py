@@ -1,0 +1,284 @@
+"""The only file that communicates: page collectives over one mesh axis, and the check that ranks run the same program.
+
+An :class:`Axis` is one axis of the device mesh with three process groups over the same ranks: one for gathers, one
+for reductions, and a gloo group for control messages. Before each gather, and once per backward, ranks exchange a
+small header on the control group. Ranks that have diverged see different headers there and raise
+:class:`DivergenceError` with every rank's own words, instead of mixing each other's data or waiting forever.
+"""
+
+from __future__ import annotations
+
+import datetime
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+class DivergenceError(RuntimeError):
+    """Ranks ran different programs, or one of them is gone: the message says what each waited for."""
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Block until the result may be used."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A collective that needed no communication."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective under way on a process group; failures are raised as :class:`DivergenceError`."""
+
+    work: Any
+    axis: Axis
+    label: str
+    finish: Callable[[], object] | None = None
+
+    def wait(self) -> None:
+        """Block until the result may be used."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise self.axis.lost(self.label, error) from error
+        if self.finish is not None:
+            self.finish()
+
+
+@dataclass
+class Axis:
+    """One mesh axis: the ranks that a page is split over, or replicated over.
+
+    Attributes:
+        size: Number of ranks on the axis.
+        rank: This process's place on it.
+        moved_bytes: Bytes that this rank has sent for parameters and gradients, by the ring algorithms' count.
+    """
+
+    size: int
+    rank: int
+    gather_group: dist.ProcessGroup | None = None
+    reduce_group: dist.ProcessGroup | None = None
+    control_group: dist.ProcessGroup | None = None
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    moved_bytes: int = 0
+    _control: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Axis:
+        """The same axis: process groups are not copied."""
+        return self
+
+    # -- agreement ----------------------------------------------------------------------------------------------
+
+    def agree(self, label: str) -> None:
+        """Collective. Check that every rank is about to do what ``label`` says.
+
+        Raises:
+            DivergenceError: On every rank that still runs, with each rank's label, when they differ or when a rank
+                does not arrive within the time-out.
+        """
+        if self.size == 1:
+            return
+        if not self._control:
+            self._control = {
+                "mine": torch.zeros(1, dtype=torch.int64),
+                "all": torch.zeros(self.size, dtype=torch.int64),
+            }
+        mine, everyone = self._control["mine"], self._control["all"]
+        mine[0] = zlib.crc32(label.encode())
+        try:
+            _all_gather(everyone, mine, group=self.control_group, async_op=False)
+        except RuntimeError as error:
+            raise self.lost(label, error) from error
+        if len(set(everyone.tolist())) > 1:
+            raise DivergenceError(
+                "ranks run different programs. " + "; ".join(self._labels(label)) + ". Every rank must call the "
+                "same parts of a sharded model in the same order: run the branch on all ranks, keep its parameters on "
+                "one page (unsplit) or gathered (zerofunc.gathered)."
+            )
+
+    def lost(self, label: str, error: Exception) -> DivergenceError:
+        """The error to raise when a rank did not take part in ``label``."""
+        return DivergenceError(
+            f"rank {self.rank} of {self.size} waited at {label}, and another rank did not come within "
+            f"{self.timeout_s:g} s or has ended ({str(error).splitlines()[0][:200]})"
+        )
+
+    def _labels(self, label: str) -> list[str]:
+        labels: list[Any] = [None] * self.size
+        dist.all_gather_object(labels, label, group=self.control_group)
+        return [f"rank {rank}: {text}" for rank, text in enumerate(labels)]
+
+    def any(self, flags: torch.Tensor) -> torch.Tensor:
+        """Collective. Elementwise maximum over ranks of a small uint8 CPU tensor, in place."""
+        if self.size > 1:
+            try:
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.control_group)
+            except RuntimeError as error:
+                raise self.lost("exchange of flags", error) from error
+        return flags
+
+    # -- pages ----------------------------------------------------------------------------------------------------
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
+        """Collective. Start gathering every rank's ``shard`` [n] into ``full`` [size * n], ranks agreeing first."""
+        self.agree(label)
+        if self.size == 1:
+            if full.data_ptr() != shard.data_ptr():
+                full.copy_(shard)
+            return Done()
+        self.moved_bytes += shard.nbytes * (self.size - 1)
+        return Pending(_all_gather(full, shard, group=self.gather_group, async_op=True), self, label)
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str) -> Work:
+        """Collective. Start summing ``full`` [size * n] over ranks into this rank's ``shard`` [n]. Destroys ``full``.
+
+        Reductions are issued in an order that does not depend on the program (see reduction.py), so ranks need not
+        agree before each of them.
+        """
+        if self.size == 1:
+            shard.copy_(full)
+            return Done()
+        self.moved_bytes += full.nbytes * (self.size - 1) // self.size
+        if dist.get_backend(self.reduce_group) == "gloo":
+            return self._exchange_and_sum(shard, full, label)
+        return Pending(_reduce_scatter(shard, full, group=self.reduce_group, async_op=True), self, label)
+
+    def _exchange_and_sum(self, shard: torch.Tensor, full: torch.Tensor, label: str) -> Work:
+        """A reduce-scatter of (size - 1) / size bytes: gloo's own one moves an all-reduce's."""
+        pieces = torch.empty_like(full)
+        work = dist.all_to_all_single(pieces, full, group=self.reduce_group, async_op=True)
+        return Pending(work, self, label, lambda: torch.sum(pieces.view(self.size, -1), 0, out=shard))
+
+    def all_reduce(self, tensor: torch.Tensor, label: str) -> Work:
+        """Collective. Start summing ``tensor`` over ranks in place."""
+        if self.size == 1:
+            return Done()
+        self.moved_bytes += 2 * tensor.nbytes * (self.size - 1) // self.size
+        return Pending(dist.all_reduce(tensor, group=self.reduce_group, async_op=True), self, label)
+
+    def sum(self, value: torch.Tensor, label: str) -> torch.Tensor:
+        """Collective. Sum of a small tensor over ranks, in place, ranks agreeing first."""
+        self.agree(label)
+        self.all_reduce(value, label).wait()
+        return value
+
+    def broadcast(self, tensor: torch.Tensor, label: str) -> None:
+        """Collective. Replace ``tensor`` by the one of the axis's first rank, ranks agreeing first."""
+        self.agree(label)
+        if self.size == 1:
+            return
+        assert self.gather_group is not None
+        try:
+            dist.broadcast(tensor, group=self.gather_group, group_src=0)
+        except RuntimeError as error:
+            raise self.lost(label, error) from error
+
+
+def _all_gather(full: torch.Tensor, shard: torch.Tensor, *, group: dist.ProcessGroup | None, async_op: bool) -> Any:
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    return gather(full, shard, group=group, async_op=async_op)
+
+
+def _reduce_scatter(shard: torch.Tensor, full: torch.Tensor, *, group: dist.ProcessGroup | None, async_op: bool) -> Any:
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    return scatter(shard, full, group=group, async_op=async_op)
+
+
+# -- axes of a mesh ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The two axes of data parallelism: pages are split over ``shard`` and copied over ``replicate``."""
+
+    shard: Axis
+    replicate: Axis
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that gradients are averaged over."""
+        return self.shard.size * self.replicate.size
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes sent by this rank for parameters and gradients."""
+        return self.shard.moved_bytes + self.replicate.moved_bytes
+
+    def agree(self, label: str) -> None:
+        """Collective. :meth:`Axis.agree` over all ranks of both axes."""
+        self.shard.agree(label)
+        self.replicate.agree(label)
+
+    def any(self, flags: torch.Tensor) -> torch.Tensor:
+        """Collective. :meth:`Axis.any` over all ranks of both axes."""
+        return self.replicate.any(self.shard.any(flags))
+
+    def sum(self, value: torch.Tensor, label: str) -> torch.Tensor:
+        """Collective. :meth:`Axis.sum` over all ranks of both axes."""
+        return self.replicate.sum(self.shard.sum(value, label), label)
+
+    def broadcast(self, tensor: torch.Tensor, label: str) -> None:
+        """Collective. Replace ``tensor`` by the one of the mesh's first rank."""
+        self.shard.broadcast(tensor, label)
+        self.replicate.broadcast(tensor, label)
+
+
+def axes_of(mesh: DeviceMesh | None, *, replicate_all: bool, timeout_s: float) -> Axes:
+    """Collective. The axes of ``mesh``, with process groups of their own.
+
+    Args:
+        mesh: One axis (shard) or two (replicate x shard). None means all ranks on the shard axis, or a single rank
+            where torch.distributed is not initialised.
+        replicate_all: Put every rank on the replicate axis (stage 0).
+        timeout_s: Seconds after which a rank that waits alone raises.
+
+    Raises:
+        ValueError: If the mesh has more than two axes.
+    """
+    if mesh is None:
+        if not dist.is_initialized():
+            return Axes(Axis(1, 0), Axis(1, 0))
+        device = torch.accelerator.current_accelerator()
+        kind = device.type if device is not None and dist.get_backend() != "gloo" else "cpu"
+        mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    if mesh.ndim > 2:
+        raise ValueError(f"mesh has {mesh.ndim} axes; expected (shard) or (replicate, shard)")
+    names = [_axis(mesh, dim, timeout_s) for dim in range(mesh.ndim)]
+    replicate, shard = (Axis(1, 0), names[0]) if mesh.ndim == 1 else (names[0], names[1])
+    if not replicate_all:
+        return Axes(shard, replicate)
+    if replicate.size == 1:
+        return Axes(Axis(1, 0), shard)
+    return Axes(Axis(1, 0), _axis(mesh._flatten(), 0, timeout_s))
+
+
+def _axis(mesh: DeviceMesh, dim: int, timeout_s: float) -> Axis:
+    size = mesh.size(dim)
+    if size == 1:
+        return Axis(1, 0)
+    group = mesh.get_group(dim)
+    ranks = dist.get_process_group_ranks(group)
+    timeout = datetime.timedelta(seconds=timeout_s)
+
+    def new_group(backend: str | None) -> dist.ProcessGroup:
+        made = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)
+        return made
+
+    backend = dist.get_backend(group)
+    return Axis(size, dist.get_rank(group), new_group(backend), new_group(backend), new_group("gloo"), timeout_s)

@@ -1,0 +1,119 @@
+"""Pages: which parameters travel together, and where each lies. Pure arithmetic: no tensors, no ranks' state.
+
+A page is a run of parameters in one flat buffer, padded so that it splits evenly over the ranks of the shard axis.
+A rank's shard of a page is contiguous, so that one all-gather without copies rebuilds the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What the layout needs to know of a parameter.
+
+    Attributes:
+        name: Its first name in the module.
+        shape: Its logical shape.
+        key: Parameters of different keys never share a page (dtype, device, ``requires_grad``, optimizer group).
+        unsplit: Name of the unsplit module that it belongs to; those parameters share one page. None for others.
+    """
+
+    name: str
+    shape: torch.Size
+    key: Hashable
+    unsplit: str | None = None
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in its page: ``flat[offset : offset + numel].view(shape)``."""
+
+    name: str
+    shape: torch.Size
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the parameter."""
+        return self.shape.numel()
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """One page: its slots in order, and how it is divided.
+
+    Attributes:
+        index: The page's place in the order that every rank follows.
+        slots: The parameters on it.
+        key: The key that all of them share.
+        numel: Elements in use, without padding.
+        num_shards: Number of ranks that the page is split over.
+    """
+
+    index: int
+    slots: tuple[Slot, ...]
+    key: Hashable
+    numel: int
+    num_shards: int
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard: an even split, rounded up."""
+        return -(-self.numel // self.num_shards)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the flat buffer, with padding."""
+        return self.shard_numel * self.num_shards
+
+    def part(self, slot: Slot, rank: int) -> tuple[int, int]:
+        """Range of ``slot`` that lies in the shard of ``rank``, as ``(start, stop)`` within the shard.
+
+        The range is empty (``start == stop``) where the slot has no element on that rank.
+        """
+        first = rank * self.shard_numel
+        start = min(max(slot.offset - first, 0), self.shard_numel)
+        stop = min(max(slot.offset + slot.numel - first, 0), self.shard_numel)
+        return start, stop
+
+
+def build_pages(parameters: Iterable[ParameterSpec], num_shards: int, page_numel: int) -> tuple[PageLayout, ...]:
+    """Pack parameters into pages, in registration order.
+
+    Each key has one open page; a parameter goes there unless that would exceed ``page_numel``, then a new page is
+    opened. A parameter larger than a page has a page of its own. All parameters of an unsplit module with the same
+    key share one page whatever its size.
+
+    Args:
+        parameters: In registration order, tied ones once.
+        num_shards: Number of ranks on the shard axis.
+        page_numel: The most elements on a page of several parameters.
+
+    Returns:
+        The pages, ordered by their first parameter.
+    """
+    groups: list[tuple[Hashable, list[ParameterSpec]]] = []
+    open_page: dict[Hashable, list[ParameterSpec]] = {}
+    filled: dict[Hashable, int] = {}
+    for spec in parameters:
+        key = (spec.key, spec.unsplit)
+        numel = spec.shape.numel()
+        if key not in open_page or (spec.unsplit is None and filled[key] + numel > page_numel):
+            open_page[key], filled[key] = [], 0
+            groups.append((spec.key, open_page[key]))
+        open_page[key].append(spec)
+        filled[key] += numel
+    return tuple(_page(index, key, specs, num_shards) for index, (key, specs) in enumerate(groups))
+
+
+def _page(index: int, key: Hashable, specs: list[ParameterSpec], num_shards: int) -> PageLayout:
+    slots, offset = [], 0
+    for spec in specs:
+        slots.append(Slot(spec.name, spec.shape, offset))
+        offset += spec.shape.numel()
+    return PageLayout(index, tuple(slots), key, offset, num_shards)

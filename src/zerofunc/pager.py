@@ -1,0 +1,311 @@
+"""Residency of gathered pages: fault (all-gather), prefetch, evict.
+
+What is gathered and what is evicted depends on the sequence of reads alone, so that ranks which run the same program
+issue the same collectives in the same order. A gathered copy is valid while the version counters of its shards are
+unchanged: an optimizer step invalidates it without being told.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zerofunc.collectives import Axes, Done, Work
+from zerofunc.layout import PageLayout
+
+
+@contextmanager
+def below_transforms() -> Iterator[None]:
+    """Run on plain tensors, seen by no transform, tracer, mode or autograd.
+
+    A buffer that were allocated under ``make_fx`` would be traced; one allocated in inference mode could not be
+    written to later.
+    """
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        yield
+
+
+def alias(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """A contiguous tensor over ``flat``'s memory with a version counter of its own.
+
+    A view would share the counter of the whole page, and changing one parameter would then forbid a backward through
+    all others on its page.
+    """
+    strides = torch.empty(shape, device="meta").stride()
+    return flat.new_empty(0).set_(flat.untyped_storage(), flat.storage_offset() + offset, shape, strides)
+
+
+def shard_of(master: torch.Tensor, start: int, numel: int, requires_grad: bool) -> torch.Tensor:
+    """The leaf tensor over one parameter's part of a page's master shard, 1-D [numel]."""
+    return alias(master, start - master.storage_offset(), (numel,)).requires_grad_(requires_grad)
+
+
+def _references(buffer: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(buffer.untyped_storage()._cdata))
+
+
+class BufferPool:
+    """Flat buffers that are used again once nothing refers to their storage any more.
+
+    Freed large blocks are slow to get back from the system on CPU, and hide the saving of ZeRO there.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+        self._idle = _references(torch.empty(1))
+        self.peak_bytes = 0
+
+    def __deepcopy__(self, memo: dict[int, object]) -> BufferPool:
+        """A pool of its own, empty."""
+        return BufferPool()
+
+    def live_bytes(self) -> int:
+        """Bytes of buffers that something still refers to."""
+        return sum(buffer.nbytes for buffer in self._buffers if _references(buffer) > self._idle)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised 1-D buffer of ``numel`` elements; give it back by dropping every reference to it."""
+        idle = [buffer for buffer in self._buffers if _references(buffer) <= self._idle]
+        fits = [
+            b for b in idle if b.dtype == dtype and b.device == device and numel <= b.numel() <= 1.25 * numel + 1024
+        ]
+        if fits:
+            buffer = min(fits, key=torch.Tensor.numel)
+            del idle, fits
+        else:
+            dropped = {id(buffer) for buffer in idle}
+            del idle, fits
+            self._buffers = [buffer for buffer in self._buffers if id(buffer) not in dropped]
+            buffer = torch.empty(numel, dtype=dtype, device=device)
+            self._buffers.append(buffer)
+        taken = alias(buffer, 0, (numel,))
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
+        return taken
+
+    def clear(self) -> None:
+        """Forget the idle buffers."""
+        self._buffers = [buffer for buffer in self._buffers if _references(buffer) > self._idle]
+
+
+@dataclass(eq=False)
+class Page:
+    """One page's state on this rank.
+
+    Attributes:
+        layout: Which parameters lie where.
+        dtype: Data type of the parameters as the module sees them.
+        master: This rank's shard, 1-D [layout.shard_numel], padding included. The state itself.
+        shards: For each slot, a leaf tensor over its part of ``master``; what optimizers update.
+        parameters: For each slot, the module's parameter.
+        full: The full parameters, 1-D [layout.padded_numel], where they are kept (stages 0 to 2).
+        seen: For each slot, the last versions of (shard, parameter) that were noted.
+        label: What error messages call the page.
+    """
+
+    layout: PageLayout
+    dtype: torch.dtype
+    master: torch.Tensor
+    shards: list[torch.Tensor] = field(default_factory=list)
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    full: torch.Tensor | None = None
+    seen: list[tuple[int, int]] = field(default_factory=list)
+    noted: int = 0
+    label: str = ""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Page:
+        """A page of its own with equal values (stage 3)."""
+        assert self.full is None
+        page = Page(self.layout, self.dtype, self.master.clone(), label=self.label)
+        memo[id(self)] = page
+        page.shards = [
+            shard_of(page.master, old.storage_offset(), old.numel(), old.requires_grad) for old in self.shards
+        ]
+        page.parameters = [copy.deepcopy(parameter, memo) for parameter in self.parameters]
+        page.note_changes()
+        return page
+
+    def versions(self) -> int:
+        """A number that grows whenever a shard of the page is changed."""
+        return sum([shard._version for shard in self.shards])
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the gathered page."""
+        return self.layout.padded_numel * self.dtype.itemsize
+
+    def note_changes(self) -> tuple[list[int], list[int]]:
+        """Slots whose shard, and slots whose parameter, was written since last time; autograd is told of the former."""
+        now = [(shard._version, p._version) for shard, p in zip(self.shards, self.parameters, strict=True)]
+        pairs = list(enumerate(zip(self.seen or [(0, 0)] * len(now), now, strict=True)))
+        shards = [index for index, (old, new) in pairs if old[0] != new[0]]
+        parameters = [index for index, (old, new) in pairs if old[1] != new[1]]
+        if shards:
+            torch.autograd.graph.increment_version([self.parameters[index] for index in shards])
+        self.seen = [(shard._version, p._version) for shard, p in zip(self.shards, self.parameters, strict=True)]
+        self.noted = self.versions()
+        return shards, parameters
+
+    def part(self, index: int, rank: int) -> slice:
+        """Where this rank's part of a slot lies in the full page, 1-D."""
+        start, stop = self.layout.part(self.layout.slots[index], rank)
+        first = rank * self.layout.shard_numel
+        return slice(first + start, first + stop)
+
+    def take_over(self, flat: torch.Tensor, indices: Iterable[int], rank: int) -> None:
+        """Copy this rank's part of ``flat`` into the shards of some slots; unchanged digits of a master are kept."""
+        for index in indices:
+            shard, part = self.shards[index].detach(), flat[self.part(index, rank)]
+            if shard.dtype != part.dtype:
+                shard.copy_(torch.where(shard.to(part.dtype) == part, shard, part.to(shard.dtype)))
+            elif shard.numel() and shard.data_ptr() == part.data_ptr():
+                torch.autograd.graph.increment_version(shard)
+            else:
+                shard.copy_(part)
+
+
+@dataclass
+class _Resident:
+    buffer: torch.Tensor
+    version: int
+    work: Work
+
+
+class Pager:
+    """Gathered pages within a budget, the least recently used evicted first.
+
+    Attributes:
+        resident_bytes: The budget. One page is resident whatever its size.
+        persistence_bytes: Pages of at most this size are never evicted.
+        prefetch: Start to gather the page that followed the current two last time.
+    """
+
+    def __init__(self, axes: Axes, resident_bytes: int, persistence_bytes: int = 0, prefetch: bool = True) -> None:
+        self.axes = axes
+        self.resident_bytes = resident_bytes
+        self.persistence_bytes = persistence_bytes
+        self.prefetch = prefetch
+        self.pool = BufferPool()
+        self._resident: OrderedDict[Page, _Resident] = OrderedDict()
+        self._pinned: dict[Page, int] = {}
+        self._uneven: set[Page] = set()  # pinned pages whose gathered copies differ between ranks
+        self._successor: dict[tuple[Page | None, Page], Page] = {}
+        self._recent: tuple[Page | None, Page | None] = (None, None)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Pager:
+        """A pager of its own over the same ranks, nothing resident."""
+        return Pager(self.axes, self.resident_bytes, self.persistence_bytes, self.prefetch)
+
+    def read(self, page: Page) -> torch.Tensor:
+        """Collective unless resident. The gathered page, 1-D [padded_numel]. Call it :func:`below_transforms`.
+
+        Raises:
+            RuntimeError: If a backward reads a page whose shards were changed since its forward.
+            DivergenceError: If ranks do not read the same pages in the same order.
+        """
+        version = page.versions()
+        if version != page.noted:
+            self._note_changes(page)
+        if page.layout.num_shards == 1 and page.master.dtype == page.dtype:
+            return page.master
+        resident = self._resident.get(page)
+        if resident is None or resident.version != version:
+            self._resident.pop(page, None)
+            resident = self._gather(page)
+        if self._recent[1] is not page:
+            self._resident.move_to_end(page)
+            self._turn_to(page)
+        resident.work.wait()
+        resident.work = Done()
+        return resident.buffer
+
+    def is_resident(self, page: Page) -> bool:
+        """Whether reading the page needs no communication."""
+        resident = self._resident.get(page)
+        kept = page.layout.num_shards == 1 and page.master.dtype == page.dtype
+        return kept or (resident is not None and resident.version == page.versions())
+
+    def wrote(self, page: Page, buffer: torch.Tensor, same_on_all_ranks: bool) -> None:
+        """Tell that ``buffer`` and this rank's shard were changed alike; otherwise the copy is gathered anew."""
+        resident = self._resident.get(page)
+        if resident is not None and resident.buffer is buffer and (same_on_all_ranks or page in self._pinned):
+            resident.version = page.versions()
+        else:
+            self._resident.pop(page, None)
+        if page in self._pinned and not same_on_all_ranks:
+            self._uneven.add(page)
+        page.note_changes()
+
+    @contextmanager
+    def pinned(self, pages: list[Page]) -> Iterator[None]:
+        """Collective. Keep pages resident inside the context, whatever the budget."""
+        for page in pages:
+            self._pinned[page] = self._pinned.get(page, 0) + 1
+        try:
+            with below_transforms():
+                for page in pages:
+                    self.read(page)
+            yield
+        finally:
+            for page in pages:
+                self._pinned[page] -= 1
+                if not self._pinned[page]:
+                    del self._pinned[page]
+            for page in self._uneven - self._pinned.keys():
+                self._resident.pop(page, None)
+            self._uneven &= self._pinned.keys()
+            self._make_room(0)
+
+    def is_pinned(self, page: Page) -> bool:
+        """Whether the page is held resident by a ``gathered`` context."""
+        return page in self._pinned
+
+    def evict_all(self) -> None:
+        """Drop every gathered page that is not pinned."""
+        for page in [page for page in self._resident if page not in self._pinned]:
+            del self._resident[page]
+        self.pool.clear()
+
+    def _note_changes(self, page: Page) -> None:
+        """An optimizer's step is noted when it ends, and autograd refuses a stale backward; this is for the rest."""
+        page.note_changes()
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"{page.label}: a shard was changed between a forward and its backward; the gradient would mix old "
+                "activations with new weights. Call backward before changing the shards."
+            )
+
+    def _gather(self, page: Page) -> _Resident:
+        self._make_room(page.gathered_bytes)
+        buffer = self.pool.take(page.layout.padded_numel, page.dtype, page.master.device)
+        work = self.axes.shard.all_gather(buffer, page.master.to(page.dtype), f"gather of {page.label}")
+        self._resident[page] = _Resident(buffer, page.versions(), work)
+        return self._resident[page]
+
+    def _make_room(self, wanted: int) -> None:
+        held = sum(page.gathered_bytes for page in self._resident)
+        for page in list(self._resident):
+            if held + wanted <= self.resident_bytes:
+                return
+            if page not in self._pinned and page.gathered_bytes > self.persistence_bytes:
+                held -= page.gathered_bytes
+                self._resident[page].work.wait()
+                del self._resident[page]
+
+    def _turn_to(self, page: Page) -> None:
+        """Learn which page followed the last two (a forward and its backward run opposite ways), and prefetch."""
+        before, last = self._recent
+        if last is not None:
+            self._successor[(before, last)] = page
+        self._recent = (last, page)
+        following = self._successor.get((last, page))
+        if not self.prefetch or following is None or self.is_resident(following):
+            return
+        if page.gathered_bytes + following.gathered_bytes <= self.resident_bytes:
+            self._resident.pop(following, None)
+            self._gather(following)

@@ -1,0 +1,431 @@
+"""Sharding a module in place, and going back and forth between shards and full tensors.
+
+The shards are the state: optimizers update them, checkpoints hold them. At stages 0 to 2 the module's parameters
+stay ordinary tensors over one full flat buffer per page, refreshed when the shards have changed; at stage 3 they
+become :class:`~zerofunc.paged_tensor.PagedTensor` objects that gather their page when they are read.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from zerofunc.collectives import DEFAULT_TIMEOUT_S, Axes, axes_of
+from zerofunc.layout import PageLayout, ParameterSpec, build_pages
+from zerofunc.paged_tensor import PagedTensor
+from zerofunc.pager import Page, Pager, alias, below_transforms, shard_of
+from zerofunc.reduction import Reducer
+
+MIB = 1 << 20
+DEFAULT_PAGE_BYTES = 16 * MIB
+DEFAULT_RESIDENT_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Memory and traffic of a sharded module on this rank, in bytes.
+
+    Attributes:
+        parameters: Logical number of parameters, tied ones once.
+        held_bytes: Parameters, master shards, gradients (and optimizer state, where asked of an engine) kept here.
+        gathered_bytes: Gathered pages alive now (stage 3).
+        gathered_peak_bytes: The most gathered page bytes ever alive.
+        gradient_peak_bytes: The most bytes of gradient buffers ever alive.
+        moved_bytes: Sent by this rank for parameters and gradients so far.
+    """
+
+    parameters: int
+    held_bytes: int
+    gathered_bytes: int
+    gathered_peak_bytes: int
+    gradient_peak_bytes: int
+    moved_bytes: int
+
+
+class Sharding:
+    """What :func:`shard` attaches to a module: its pages, and what keeps parameters and shards equal."""
+
+    def __init__(self, module: nn.Module, stage: int, axes: Axes, pages: list[Page], pager: Pager) -> None:
+        self.module = weakref.ref(module)
+        self.stage = stage
+        self.axes = axes
+        self.pages = pages
+        self.pager = pager
+        self.slots = {slot.name: (page, i) for page in pages for i, slot in enumerate(page.layout.slots)}
+        trainable = [page for page in pages if page.shards[0].requires_grad]
+        self.reducer = Reducer(axes, trainable, in_flight=2 if stage >= 2 else len(pages))
+        self.reducer.attach()
+        ids = []
+        for name, (page, index) in self.slots.items():
+            for tensor, is_shard in ((page.parameters[index], False), (page.shards[index], True)):
+                _owners[id(tensor)] = _Owner(weakref.ref(self), name, is_shard)
+                ids.append(id(tensor))
+        weakref.finalize(self, lambda: [_owners.pop(i) for i in ids])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding | None:
+        """The state of a deep copy of the module; at stages 0 to 2 that copy is an ordinary module."""
+        module = self.module()
+        if self.stage < 3 or module is None or id(module) not in memo:
+            return None
+        pager = memo[id(self.pager)] = copy.deepcopy(self.pager, memo)
+        return Sharding(memo[id(module)], 3, self.axes, [copy.deepcopy(page, memo) for page in self.pages], pager)
+
+    @property
+    def rank(self) -> int:
+        """This process's place among those that pages are split over."""
+        return self.axes.shard.rank
+
+    def shard(self, name: str) -> torch.Tensor:
+        """This rank's leaf tensor of a parameter."""
+        page, index = self.slots[name]
+        return page.shards[index]
+
+    @functools.cached_property
+    def places(self) -> list[tuple[dict[str, Any], str, str]]:
+        """Where each parameter is registered, several times where tied: (owner's dict, attribute, name)."""
+        module = self.module()
+        assert module is not None
+        names = {id(page.parameters[index]): name for name, (page, index) in self.slots.items()}
+        return [
+            (owner._parameters, attribute, names[id(parameter)])
+            for owner in module.modules()
+            for attribute, parameter in owner._parameters.items()
+            if id(parameter) in names
+        ]
+
+    def check_intact(self) -> None:
+        """Check that the module still has the parameters that were sharded.
+
+        Raises:
+            RuntimeError: If one was replaced, or moved by ``module.to(...)``.
+        """
+        for registered, attribute, name in self.places:
+            page, index = self.slots[name]
+            parameter = page.parameters[index]
+            same = registered.get(attribute) is parameter
+            if same and page.full is not None:
+                expected = page.full.data_ptr() + page.layout.slots[index].offset * page.full.itemsize
+                same = parameter.numel() == 0 or parameter.data_ptr() == expected
+            if not same:
+                raise RuntimeError(
+                    f"parameter {name!r} was replaced or moved after the module was sharded (by assignment, .to(), "
+                    ".half(), tying …), so that training its shards would train nothing. Change the module first, "
+                    "then shard it."
+                )
+
+    def refresh(self) -> None:
+        """Collective where parameters or shards have changed. Make the module's parameters equal to the shards.
+
+        Also tells autograd which parameters have changed, so that a backward over an older forward raises.
+        """
+        works = []
+        with below_transforms():
+            for page in self.pages:
+                shards, parameters = page.note_changes()
+                if page.full is None or not (shards or parameters):
+                    continue
+                is_aliased = page.full.dtype == page.master.dtype
+                if not is_aliased and parameters:
+                    page.take_over(page.full, parameters, self.rank)
+                    page.note_changes()
+                if page.layout.num_shards > 1 or not is_aliased:
+                    part = page.master.to(page.dtype)
+                    works.append(self.axes.shard.all_gather(page.full, part, f"refresh of {page.label}"))
+            for work in works:
+                work.wait()
+
+    def gather_parts(self, page: Page, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Collective. Gather per-parameter parts (zeros where missing) into a page, 1-D [padded_numel]."""
+        mine = torch.zeros(page.layout.shard_numel, dtype=dtype, device=page.master.device)
+        for slot in page.layout.slots:
+            if slot.name in parts:
+                start, stop = page.layout.part(slot, self.rank)
+                mine[start:stop] = parts[slot.name].detach()
+        if page.layout.num_shards == 1:
+            return mine
+        full = torch.empty(page.layout.padded_numel, dtype=dtype, device=page.master.device)
+        self.axes.shard.all_gather(full, mine, f"gather of a tree on {page.label}").wait()
+        return full
+
+    def take_first_rank(self) -> None:
+        """Collective. Replace parameters and shards by what the first rank's parameters hold."""
+        with below_transforms():
+            for page in self.pages:
+                flat = self.pager.read(page) if page.full is None else page.full
+                self.axes.broadcast(flat, f"broadcast of {page.label}")
+                page.take_over(flat, range(len(page.shards)), self.rank)
+                if page.full is None:
+                    self.pager.wrote(page, flat, same_on_all_ranks=True)
+                page.note_changes()
+
+    def usage(self) -> Usage:
+        """Memory and traffic on this rank."""
+        held: dict[int, int] = {}
+        for page in self.pages:
+            tensors = [page.master, page.full, *(shard.grad for shard in page.shards)]
+            for storage in [t.untyped_storage() for t in tensors if t is not None]:
+                held[storage.data_ptr()] = storage.nbytes()
+        return Usage(
+            parameters=sum(page.layout.numel for page in self.pages),
+            held_bytes=sum(held.values()),
+            gathered_bytes=self.pager.pool.live_bytes(),
+            gathered_peak_bytes=self.pager.pool.peak_bytes,
+            gradient_peak_bytes=self.reducer.pool.peak_bytes,
+            moved_bytes=self.axes.moved_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class _Owner:
+    sharding: weakref.ref[Sharding]
+    name: str
+    is_shard: bool
+
+
+_owners: dict[int, _Owner] = {}
+
+
+def owner_of(tensor: torch.Tensor) -> _Owner | None:
+    """Which sharding a parameter or a shard belongs to."""
+    return _owners.get(id(tensor))
+
+
+def shardings() -> list[Sharding]:
+    """All shardings alive in this process."""
+    return list(dict.fromkeys(s for owner in _owners.values() if (s := owner.sharding()) is not None))
+
+
+# -- shard ------------------------------------------------------------------------------------------------------------
+
+
+def shard(
+    module: nn.Module,
+    stage: int,
+    mesh: DeviceMesh | None = None,
+    *,
+    page_bytes: int = DEFAULT_PAGE_BYTES,
+    resident_bytes: int = DEFAULT_RESIDENT_BYTES,
+    persistence_bytes: int = 0,
+    prefetch: bool = True,
+    unsplit: Iterable[str] = (),
+    groups: Callable[[str, nn.Parameter], object] | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> nn.Module:
+    """Collective. Shard a module's parameters over the data-parallel ranks, in place, and return it.
+
+    Names, shapes and ``state_dict`` keys do not change, and parameters keep their identity. Every rank starts from
+    the parameters and buffers of the first rank. Afterwards ``loss.backward()`` leaves the mean gradient over all
+    ranks in the ``grad`` of :func:`shards`.
+
+    Args:
+        module: Any module, on its final device and in its final data types.
+        stage: 0: all ranks hold everything. 1: optimizer state is split. 2: gradients too. 3: parameters too.
+        mesh: One axis (shard) or two (replicate, shard). All ranks on the shard axis by default.
+        page_bytes: Parameters are gathered and reduced in pages of about this size.
+        resident_bytes: Stage 3: bytes of gathered pages kept at a time.
+        persistence_bytes: Stage 3: pages of at most this size are never evicted.
+        prefetch: Stage 3: gather ahead the page that followed last time.
+        unsplit: Names of modules whose parameters share one page, such as a mixture-of-experts block.
+        groups: Maps (name, parameter) to a group; parameters of different groups never share a page.
+        timeout_s: Seconds after which a rank that waits alone raises.
+
+    Raises:
+        ValueError: If the stage, a size or a module name is not valid, or the module is sharded or part of a graph.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage is {stage!r}; expected 0, 1, 2 or 3")
+    if page_bytes < 1 or resident_bytes < 0 or persistence_bytes < 0 or timeout_s <= 0:
+        raise ValueError("page_bytes and timeout_s must be positive, resident_bytes and persistence_bytes not negative")
+    parameters = _parameters_to_shard(module)
+    specs = [
+        ParameterSpec(name, parameter.shape, _key(name, parameter, groups), inside)
+        for (name, parameter), inside in zip(parameters.items(), _unsplit(module, parameters, unsplit), strict=True)
+    ]
+    axes = axes_of(mesh, replicate_all=stage == 0, timeout_s=timeout_s)
+    axes.agree(f"shard(stage={stage}, page_bytes={page_bytes}) of {[(s.name, tuple(s.shape)) for s in specs]}")
+    pager = Pager(axes, resident_bytes, persistence_bytes, prefetch)
+    with below_transforms():
+        for name, buffer in module.named_buffers():
+            axes.broadcast(buffer, f"first broadcast of buffer {name!r}")
+        pages = []
+        for layout in _layouts(specs, axes.shard.size, page_bytes):
+            pages.append(_build_page(layout, [parameters[slot.name] for slot in layout.slots], stage, axes))
+        for page in pages:
+            _replace_parameters(page, [parameters[slot.name] for slot in page.layout.slots], stage, pager)
+    module.__dict__["_zerofunc"] = Sharding(module, stage, axes, pages, pager)
+    module.register_forward_pre_hook(_before_forward)
+    _watch_optimizers()
+    return module
+
+
+def _parameters_to_shard(module: nn.Module) -> dict[str, nn.Parameter]:
+    parameters = dict(module.named_parameters())
+    if not parameters:
+        raise ValueError(f"{type(module).__name__} has no parameters to shard")
+    for name, parameter in parameters.items():
+        if owner_of(parameter) is not None or isinstance(parameter, PagedTensor):
+            raise ValueError(f"parameter {name!r} is sharded already; a parameter belongs to one sharded module")
+        if parameter.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device; give it data first")
+        if not parameter.is_floating_point() and parameter.requires_grad:
+            raise ValueError(f"parameter {name!r} is {parameter.dtype}; trainable parameters are floating point")
+        if parameter.layout != torch.strided:
+            raise ValueError(f"parameter {name!r} has layout {parameter.layout}; expected a strided tensor")
+    return parameters
+
+
+def _key(name: str, parameter: nn.Parameter, groups: Callable[[str, nn.Parameter], object] | None) -> Any:
+    group = groups(name, parameter) if groups else None
+    return parameter.dtype, parameter.device, parameter.requires_grad, group
+
+
+def _unsplit(module: nn.Module, parameters: Iterable[str], unsplit: Iterable[str]) -> list[str | None]:
+    known = {name for name, _ in module.named_modules()}
+    wanted = sorted(unsplit, key=len)
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"unsplit names {name!r}, which is not a module of {type(module).__name__}")
+    return [next((outer for outer in wanted if name.startswith(f"{outer}.")), None) for name in parameters]
+
+
+def _layouts(specs: list[ParameterSpec], num_shards: int, page_bytes: int) -> list[PageLayout]:
+    itemsize = max(spec.key[0].itemsize for spec in specs)  # type: ignore[index]
+    return list(build_pages(specs, num_shards, max(1, page_bytes // itemsize)))
+
+
+def _build_page(layout: PageLayout, parameters: list[nn.Parameter], stage: int, axes: Axes) -> Page:
+    """Collective. One page with the first rank's values."""
+    dtype, device = parameters[0].dtype, parameters[0].device
+    full = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
+    for slot, parameter in zip(layout.slots, parameters, strict=True):
+        alias(full, slot.offset, slot.shape).copy_(parameter)
+    names = ", ".join(slot.name for slot in layout.slots[:3]) + (", …" if len(layout.slots) > 3 else "")
+    label = f"page {layout.index} ({names})"
+    axes.broadcast(full, f"first broadcast of {label}")
+    rank = axes.shard.rank
+    mine = full[rank * layout.shard_numel : (rank + 1) * layout.shard_numel]
+    low = dtype.is_floating_point and dtype.itemsize < 4
+    master = mine.to(torch.float32) if low else mine.clone() if stage == 3 else mine
+    page = Page(layout, dtype, master, full=None if stage == 3 else full, label=label)
+    for slot, parameter in zip(layout.slots, parameters, strict=True):
+        start, stop = layout.part(slot, rank)
+        page.shards.append(shard_of(master, master.storage_offset() + start, stop - start, parameter.requires_grad))
+    return page
+
+
+def _replace_parameters(page: Page, parameters: list[nn.Parameter], stage: int, pager: Pager) -> None:
+    for slot, parameter in zip(page.layout.slots, parameters, strict=True):
+        new: torch.Tensor
+        if stage == 3:
+            new = PagedTensor(pager, page, slot)
+        else:
+            assert page.full is not None
+            new = alias(page.full, slot.offset, slot.shape)
+        replacement = nn.Parameter(new, parameter.requires_grad)
+        del new
+        try:
+            torch.utils.swap_tensors(parameter, replacement)
+        except RuntimeError as error:
+            raise ValueError(
+                f"parameter {slot.name!r} is in use by a graph or a weak reference ({error}); shard the module before "
+                "its first forward"
+            ) from error
+        page.parameters.append(parameter)
+    page.note_changes()
+
+
+def sharding_of(module: nn.Module) -> Sharding:
+    """The state that :func:`shard` attached to ``module`` (or to the module that an engine wraps).
+
+    Raises:
+        ValueError: If it is not sharded.
+    """
+    inner = module.__dict__.get("_modules", {}).get("module") if "_zerofunc" not in module.__dict__ else None
+    found = (inner if isinstance(inner, nn.Module) else module).__dict__.get("_zerofunc")
+    if not isinstance(found, Sharding):
+        raise ValueError(f"{type(module).__name__} is not sharded; call zerofunc.shard(module, stage) first")
+    return found
+
+
+def shards(module: nn.Module, frozen: bool = False) -> dict[str, torch.Tensor]:
+    """This rank's part of every trainable parameter: leaf tensors, 1-D, that own ``grad`` (mean over ranks).
+
+    Local. Parts are float32 for low-precision parameters, and empty where a parameter has no element on this rank.
+
+    Args:
+        module: A sharded module.
+        frozen: Also return parameters that do not require a gradient.
+    """
+    sharding = sharding_of(module)
+    sharding.check_intact()
+    return {n: sharding.shard(n) for n in sharding.slots if frozen or sharding.shard(n).requires_grad}
+
+
+def refresh(module: nn.Module) -> None:
+    """Collective. Make the module's parameters equal to shards that were changed by hand.
+
+    Optimizer steps and the module's own forward do this by themselves; call it before reading parameters otherwise.
+    """
+    sharding_of(module).refresh()
+
+
+def usage(module: nn.Module) -> Usage:
+    """Local. Memory and traffic of a sharded module on this rank."""
+    return sharding_of(module).usage()
+
+
+# -- when shards change -----------------------------------------------------------------------------------------------
+
+
+def _before_forward(module: nn.Module, args: Any) -> None:
+    sharding = module.__dict__.get("_zerofunc")  # None in a deep copy of a module at stages 0 to 2
+    if sharding is not None and sharding.stage < 3:  # at stage 3 the pager sees changes when it is read
+        with torch._C._DisableFuncTorch():
+            sharding.refresh()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """From the first sharded module on, see every optimizer's step."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _shardings_of(optimizer: torch.optim.Optimizer) -> list[Sharding]:
+    owners = [owner_of(parameter) for parameter in _parameters_of(optimizer)]
+    return list(dict.fromkeys(s for owner in owners if owner is not None and (s := owner.sharding()) is not None))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for sharding in _shardings_of(optimizer):
+        sharding.check_intact()
+    for parameter in _parameters_of(optimizer):
+        owner = owner_of(parameter)
+        if owner is not None and not owner.is_shard:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was built on parameter {owner.name!r} of a sharded module, which has no "
+                "gradient; it would train nothing. Build it on zerofunc.shards(module).values(), or give it to "
+                "zerofunc.initialize, which does so."
+            )
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for sharding in _shardings_of(optimizer):
+        sharding.refresh()

@@ -1,0 +1,159 @@
+"""Between sharded trees (``{name: this rank's 1-D part}``) and full tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from zerofunc.paged_tensor import PagedTensor
+from zerofunc.pager import Page, Pager
+from zerofunc.sharding import Sharding, owner_of, sharding_of
+
+Tree = Mapping[str, torch.Tensor]
+
+
+@contextmanager
+def gathered(module_or_params: nn.Module | Iterable[torch.Tensor], write: bool = False) -> Iterator[None]:
+    """Collective. All parameters resident inside the context, so that reading them needs no communication.
+
+    Ranks may run different programs inside, and ``data_ptr()`` works. At stages 0 to 2 they are resident anyway.
+
+    Args:
+        module_or_params: A module, or parameters of sharded modules.
+        write: At exit, every rank takes over what the first rank has written into the parameters (in place, under
+            ``no_grad``). All parameters of the sharded modules that are involved are taken over.
+
+    Raises:
+        ValueError: If nothing of it is sharded.
+    """
+    is_module = isinstance(module_or_params, nn.Module)
+    parameters = list(module_or_params.parameters() if is_module else module_or_params)  # type: ignore[union-attr,arg-type]
+    owners = [owner_of(parameter) for parameter in parameters]
+    shardings = list(dict.fromkeys(s for o in owners if o is not None and (s := o.sharding()) is not None))
+    if not shardings and parameters:
+        raise ValueError("gathered() was given no parameter of a sharded module")
+    wanted: dict[Pager, dict[Page, None]] = {}
+    for parameter in parameters:
+        if isinstance(parameter, PagedTensor):
+            wanted.setdefault(parameter._pager, {})[parameter._page] = None
+    if write:
+        for sharding in shardings:
+            if sharding.stage == 3:
+                wanted[sharding.pager] = dict.fromkeys(sharding.pages)
+    with ExitStack() as stack:
+        for pager, pages in wanted.items():
+            stack.enter_context(pager.pinned(sorted(pages, key=lambda page: page.layout.index)))
+        yield
+        if write:
+            for sharding in shardings:
+                sharding.take_first_rank()
+
+
+def full_gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Collective. The mean gradient over all ranks of every trainable parameter, in full shape.
+
+    One gather per page that has a gradient. None for parameters without one (unused on all ranks).
+    """
+    sharding = sharding_of(module)
+    parts = {name: shard.grad for name in sharding.slots if (shard := sharding.shard(name)).grad is not None}
+    full: dict[str, torch.Tensor | None] = dict.fromkeys(
+        name for name in sharding.slots if sharding.shard(name).requires_grad
+    )
+    full.update(_unshard(sharding, parts))
+    return full
+
+
+def unshard(module: nn.Module, tree: Tree) -> dict[str, torch.Tensor]:
+    """Collective. Full tensors, each of its parameter's shape, from a sharded tree. No gradient flows through it.
+
+    Args:
+        module: The sharded module that the tree belongs to.
+        tree: ``{name: this rank's 1-D part}``, such as shards, their gradients or a direction; some names may be
+            missing, the same ones on all ranks.
+
+    Raises:
+        ValueError: If a name or a length does not fit the module.
+    """
+    sharding = sharding_of(module)
+    for name, part in tree.items():
+        if name not in sharding.slots:
+            raise ValueError(f"{name!r} is not a parameter of {type(module).__name__}")
+        if part.shape != sharding.shard(name).shape:
+            raise ValueError(
+                f"the part of {name!r} has shape {tuple(part.shape)}; this rank's shard has "
+                f"{tuple(sharding.shard(name).shape)}. Was the tree made for another world size or stage?"
+            )
+    return _unshard(sharding, tree)
+
+
+def _unshard(sharding: Sharding, tree: Tree) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for page in sharding.pages:
+            parts = {slot.name: tree[slot.name] for slot in page.layout.slots if slot.name in tree}
+            for dtype in dict.fromkeys(part.dtype for part in parts.values()):
+                same = {name: part for name, part in parts.items() if part.dtype == dtype}
+                flat = sharding.gather_parts(page, same, dtype)
+                for slot in page.layout.slots:
+                    if slot.name in same:
+                        found[slot.name] = flat[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
+    return {name: found[name] for name in tree}
+
+
+def reshard(module: nn.Module, full: Tree) -> dict[str, torch.Tensor]:
+    """Local. This rank's 1-D parts of full tensors; the inverse of :func:`unshard`.
+
+    Raises:
+        ValueError: If a name or a shape does not fit the module.
+    """
+    sharding = sharding_of(module)
+    parts = {}
+    for name, tensor in full.items():
+        if name not in sharding.slots:
+            raise ValueError(f"{name!r} is not a parameter of {type(module).__name__}")
+        page, index = sharding.slots[name]
+        slot = page.layout.slots[index]
+        if tensor.shape != slot.shape:
+            raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}; the parameter has {tuple(slot.shape)}")
+        mine = page.part(index, sharding.rank)
+        flat = tensor.detach().reshape(-1)
+        parts[name] = flat[mine.start - slot.offset : mine.stop - slot.offset].clone() if mine.stop > mine.start else flat[:0].clone()
+    return parts
+
+
+def vdot(a: Tree, b: Tree, module: nn.Module | None = None) -> torch.Tensor:
+    """Collective. Inner product of two sharded trees over all ranks' parts, a scalar in the trees' data type.
+
+    Args:
+        a: A sharded tree.
+        b: Another one with the same names and lengths.
+        module: The module that they belong to; needed only where several sharded modules have such shards.
+
+    Raises:
+        ValueError: If the trees do not fit together or to the module.
+    """
+    if a.keys() != b.keys():
+        raise ValueError(f"the trees differ in names: {sorted(a.keys() ^ b.keys())[:10]}")
+    for name in a:
+        if a[name].shape != b[name].shape:
+            raise ValueError(f"{name!r} has shapes {tuple(a[name].shape)} and {tuple(b[name].shape)}")
+    sharding = sharding_of(module) if module is not None else _only_sharding_with(a)
+    parts = [torch.dot(a[name].detach(), b[name].detach().to(a[name].dtype)) for name in a]
+    total = torch.stack(parts).sum()
+    return sharding.axes.shard.sum(total, "vdot")
+
+
+def _only_sharding_with(tree: Tree) -> Sharding:
+    from zerofunc.sharding import shardings
+
+    fitting = [
+        sharding
+        for sharding in shardings()
+        if all(n in sharding.slots and sharding.shard(n).shape == part.shape for n, part in tree.items())
+    ]
+    if len({(s.axes.shard.size, s.axes.shard.rank) for s in fitting}) != 1:
+        raise ValueError(f"{len(fitting)} sharded modules have such shards; say which one: vdot(a, b, module=…)")
+    return fitting[0]

@@ -1,14 +1,19 @@
 """ZeRO data-parallel training for PyTorch on which torch.func transforms simply work."""
 
 from zerofunc.collectives import DivergenceError
+from zerofunc.config import ConfigError
+from zerofunc.engine import Engine, initialize
 from zerofunc.sharding import Usage, refresh, shard, shards, usage
 from zerofunc.trees import full_gradients, gathered, reshard, unshard, vdot
 
 __all__ = [
+    "ConfigError",
     "DivergenceError",
+    "Engine",
     "Usage",
     "full_gradients",
     "gathered",
+    "initialize",
     "refresh",
     "reshard",
     "shard",

@@ -9,6 +9,7 @@ small header on the control group. Ranks that have diverged see different header
 from __future__ import annotations
 
 import datetime
+import os
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -199,6 +200,23 @@ def _reduce_scatter(shard: torch.Tensor, full: torch.Tensor, *, group: dist.Proc
     return scatter(shard, full, group=group, async_op=async_op)
 
 
+def join_processes() -> int:
+    """Collective. Start torch.distributed from torchrun's environment where it is not started; the number of ranks.
+
+    NCCL (the accelerator's own backend) where there is an accelerator, gloo otherwise. Without torchrun, one rank.
+    """
+    if not dist.is_initialized():
+        if not dist.is_torchelastic_launched() and "RANK" not in os.environ:
+            return 1
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and torch.accelerator.is_available():
+            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+            dist.init_process_group(dist.get_default_backend_for_device(accelerator))
+        else:
+            dist.init_process_group("gloo")
+    return dist.get_world_size()
+
+
 # -- axes of a mesh ---------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +231,11 @@ class Axes:
     def num_ranks(self) -> int:
         """Number of ranks that gradients are averaged over."""
         return self.shard.size * self.replicate.size
+
+    @property
+    def rank(self) -> int:
+        """This process's place among all ranks."""
+        return self.replicate.rank * self.shard.size + self.shard.rank
 
     @property
     def moved_bytes(self) -> int:

@@ -44,6 +44,8 @@ class Reducer:
     Attributes:
         sync: Whether the next backward ends in a reduction. Otherwise gradients add up on this rank, full.
         scale: Factor on the gradients of a backward.
+        finished: Number of backwards ended.
+        owed: Whether a backward ended without the reduction that it needs.
         guard: Called when a backward first reports a gradient; it may raise to forbid the backward.
     """
 
@@ -56,6 +58,7 @@ class Reducer:
         self.guard: Callable[[], None] = lambda: None
         self.pool = BufferPool()
         self.finished = 0
+        self.owed = False
         self._task = -1
         self._local = [_Local() for _ in pages]
         self._turn = len(pages) - 1
@@ -145,6 +148,7 @@ class Reducer:
         """
         self._task = -1
         self.finished += 1
+        self.owed = not self.sync
         if self.sync:
             with below_transforms():
                 self._finish()
@@ -177,10 +181,6 @@ class Reducer:
     def _shard_rank(self, page: Page) -> int:
         return self.axes.shard.rank if page.layout.num_shards > 1 else 0
 
-    def pending(self) -> bool:
-        """Whether gradients have been accumulated on this rank that no reduction has averaged yet."""
-        return any(local.written for local in self._local)
-
     def discard(self) -> None:
         """Forget the unreduced gradients, as after an error in a backward."""
         while self._flights:
@@ -189,6 +189,7 @@ class Reducer:
         self._local = [_Local() for _ in self.pages]
         self._turn = len(self.pages) - 1
         self._task = -1
+        self.owed = False
 
     @contextmanager
     def settings(self, sync: bool, scale: float) -> Iterator[None]:

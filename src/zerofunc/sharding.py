@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,7 +220,7 @@ def shard(
     persistence_bytes: int = 0,
     prefetch: bool = True,
     unsplit: Iterable[str] = (),
-    groups: Callable[[str, nn.Parameter], object] | None = None,
+    param_dtype: torch.dtype | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> nn.Module:
     """Collective. Shard a module's parameters over the data-parallel ranks, in place, and return it.
@@ -238,7 +238,8 @@ def shard(
         persistence_bytes: Stage 3: pages of at most this size are never evicted.
         prefetch: Stage 3: gather ahead the page that followed last time.
         unsplit: Names of modules whose parameters share one page, such as a mixture-of-experts block.
-        groups: Maps (name, parameter) to a group; parameters of different groups never share a page.
+        param_dtype: What the module's floating-point parameters are computed and gathered in, such as bfloat16;
+            shards stay float32. Their own data type by default.
         timeout_s: Seconds after which a rank that waits alone raises.
 
     Raises:
@@ -250,7 +251,7 @@ def shard(
         raise ValueError("page_bytes and timeout_s must be positive, resident_bytes and persistence_bytes not negative")
     parameters = _parameters_to_shard(module)
     specs = [
-        ParameterSpec(name, parameter.shape, _key(name, parameter, groups), inside)
+        ParameterSpec(name, parameter.shape, _key(parameter, param_dtype), inside)
         for (name, parameter), inside in zip(parameters.items(), _unsplit(module, parameters, unsplit), strict=True)
     ]
     axes = axes_of(mesh, replicate_all=stage == 0, timeout_s=timeout_s)
@@ -286,9 +287,9 @@ def _parameters_to_shard(module: nn.Module) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def _key(name: str, parameter: nn.Parameter, groups: Callable[[str, nn.Parameter], object] | None) -> Any:
-    group = groups(name, parameter) if groups else None
-    return parameter.dtype, parameter.device, parameter.requires_grad, group
+def _key(parameter: nn.Parameter, param_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.device, bool]:
+    dtype = param_dtype if param_dtype is not None and parameter.is_floating_point() else parameter.dtype
+    return dtype, parameter.device, parameter.requires_grad
 
 
 def _unsplit(module: nn.Module, parameters: Iterable[str], unsplit: Iterable[str]) -> list[str | None]:
@@ -307,17 +308,18 @@ def _layouts(specs: list[ParameterSpec], num_shards: int, page_bytes: int) -> li
 
 def _build_page(layout: PageLayout, parameters: list[nn.Parameter], stage: int, axes: Axes) -> Page:
     """Collective. One page with the first rank's values."""
-    dtype, device = parameters[0].dtype, parameters[0].device
-    full = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
+    dtype, device, _ = layout.key  # type: ignore[misc]
+    master_dtype = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+    full = torch.zeros(layout.padded_numel, dtype=master_dtype, device=device)
     for slot, parameter in zip(layout.slots, parameters, strict=True):
         alias(full, slot.offset, slot.shape).copy_(parameter)
     names = ", ".join(slot.name for slot in layout.slots[:3]) + (", …" if len(layout.slots) > 3 else "")
     label = f"page {layout.index} ({names})"
     axes.broadcast(full, f"first broadcast of {label}")
     rank = axes.shard.rank
-    mine = full[rank * layout.shard_numel : (rank + 1) * layout.shard_numel]
-    low = dtype.is_floating_point and dtype.itemsize < 4
-    master = mine.to(torch.float32) if low else mine.clone() if stage == 3 else mine
+    master = full[rank * layout.shard_numel : (rank + 1) * layout.shard_numel]
+    if stage == 3 or dtype != master_dtype:
+        master, full = master.clone(), full.to(dtype)
     page = Page(layout, dtype, master, full=None if stage == 3 else full, label=label)
     for slot, parameter in zip(layout.slots, parameters, strict=True):
         start, stop = layout.part(slot, rank)
@@ -427,5 +429,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # Fused optimizer kernels do not count versions; a step that changed nothing costs a refresh.
+    updated = [p for p in _parameters_of(optimizer) if p.grad is not None and owner_of(p) is not None]
+    torch.autograd.graph.increment_version(updated)
     for sharding in _shardings_of(optimizer):
         sharding.refresh()

@@ -1,0 +1,455 @@
+"""The engine that DeepSpeed users know: ``engine(x)``, ``engine.backward(loss)``, ``engine.step()``.
+
+It adds to a sharded module what a training loop needs: accumulation, clipping, loss scaling, optimizer and schedule.
+Nothing of it happens in a forward or in a hook on an output, so that transforms of the engine are those of the module.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from zerofunc.collectives import DEFAULT_TIMEOUT_S, join_processes
+from zerofunc.config import Config, load_config
+from zerofunc.optimizers import build_optimizer, refuse_not_elementwise
+from zerofunc.precision import LossScaler, cast_floating
+from zerofunc.schedules import build_scheduler
+from zerofunc.sharding import (
+    DEFAULT_PAGE_BYTES,
+    DEFAULT_RESIDENT_BYTES,
+    Sharding,
+    Usage,
+    owner_of,
+    shard,
+    sharding_of,
+    shards,
+)
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+
+
+class Engine(nn.Module):
+    """A sharded module with what trains it. Made by :func:`initialize`.
+
+    ``engine(...)`` is ``engine.module(...)``, to be transformed by torch.func as it is. Attributes that the engine
+    does not have are the module's.
+
+    Attributes:
+        module: The user's module, sharded in place.
+        optimizer: A ``torch.optim`` optimizer over this rank's shards, or None.
+        lr_scheduler: The schedule, stepped by :meth:`step`, or None.
+        training_dataloader: The loader of ``training_data``, or None.
+        config: The resolved configuration.
+        global_steps: Optimizer steps so far, skipped ones included.
+        skipped_steps: Steps skipped because of an infinite or NaN gradient.
+        micro_steps: Calls of :meth:`step` so far.
+        global_samples: Samples seen by all ranks.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Config,
+        optimizer: Optimizer | None,
+        lr_scheduler: LRScheduler | None,
+        training_dataloader: DataLoader[Any] | None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.config = config
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader = training_dataloader
+        self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
+        self.loss_scaler = _loss_scaler(config)
+        self._sharding = sharding_of(module)
+        self._reducer = self._sharding.reducer
+        self._reducer.guard = self._guard
+        self._boundary: bool | None = None
+        self._is_scaled = False
+        self._grad_norm: torch.Tensor | None = None
+        self._step_applied = False
+        self._plan_reduction()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own result: a function of this rank's data."""
+        if self.config.fp16.enabled and self.config.fp16.auto_cast:
+            args, kwargs = cast_floating((args, kwargs), torch.float16)
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """The module's attribute, where the engine has none of that name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            if "module" not in modules:
+                raise
+            return getattr(modules["module"], name)
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Collective. Add the gradient of ``loss``, averaged over the ranks, to the gradients of the shards.
+
+        It is divided by the accumulation steps; under float16 it is scaled meanwhile. Losses that contain derivatives
+        of the engine, several losses, and several calls per step are fine.
+
+        Args:
+            loss: One element, this rank's loss.
+            retain_graph: As in ``Tensor.backward``.
+            scale_wrt_gas: Whether to divide by the accumulation steps.
+
+        Returns:
+            The loss, divided likewise, detached from the graph.
+
+        Raises:
+            ValueError: If the loss is not one element that depends on something differentiable.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(f"backward() takes a loss of one element, found {found}; use its mean or sum")
+        if not loss.requires_grad:
+            raise ValueError("backward() was given a loss that does not require a gradient (detached, or no_grad)")
+        self._need_optimizer()
+        share = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
+        before = self._reducer.finished
+        scale = 1.0 if self._is_scaled else self.loss_scaler.scale
+        try:
+            with self._expected_backward(), self._reducer.settings(self._reducer.sync, share):
+                (loss * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+                if self._reducer.finished == before:
+                    self._reducer.finish()
+        except BaseException:
+            self._reducer.discard()
+            raise
+        return loss.detach() * share
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Local. The loss times the float16 loss scale, for one ``.backward()`` by hand."""
+        self._is_scaled = True
+        return loss * self.loss_scaler.scale
+
+    @contextmanager
+    def _expected_backward(self) -> Iterator[None]:
+        before, self._is_scaled = self._is_scaled, True
+        try:
+            yield
+        finally:
+            self._is_scaled = False if not before else before
+
+    def _guard(self) -> None:
+        """Refuse a ``loss.backward()`` that would leave wrong gradients."""
+        if self._is_scaled:
+            return
+        if self.config.fp16.enabled:
+            raise RuntimeError(
+                "Loss scaling is required for this configuration (fp16), but backward() was called directly on a "
+                "tensor. Use engine.backward(loss), or engine.scale(loss).backward()."
+            )
+        if self._sharding.stage == 0 and not self.config.zerofunc.direct_backward:
+            raise RuntimeError(
+                "Direct calls to tensor.backward() are not supported at ZeRO stage 0. Use engine.backward(loss), or "
+                'allow them in the config: "zerofunc": {"direct_backward": true}.'
+            )
+
+    # -- step ---------------------------------------------------------------------------------------------------
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Collective at the accumulation boundary. Count a micro-step; at the boundary clip and update.
+
+        A step whose gradient has an infinity or a NaN is skipped on all ranks under float16 and bfloat16.
+        """
+        optimizer = self._need_optimizer()
+        if self.is_gradient_accumulation_boundary():
+            if self._reducer.owed:
+                with self._reducer.settings(True, 1.0):
+                    self._reducer.finish()
+            self._step_applied = self._clip()
+            if self._step_applied:
+                optimizer.step()
+                if self.lr_scheduler is not None:
+                    self.lr_scheduler.step(**(lr_kwargs or {}))
+            else:
+                self.skipped_steps += 1
+            optimizer.zero_grad()
+            self._is_scaled = False
+            self.global_steps += 1
+            self.global_samples += self.train_batch_size()
+        self.micro_steps += 1
+        self._plan_reduction()
+
+    def _clip(self) -> bool:
+        """Collective. Unscale and clip the gradients by their global norm; whether they are finite."""
+        gradients = [s.grad for s in shards(self.module).values() if s.grad is not None]
+        scale, limit = self.loss_scaler.scale, self.config.gradient_clipping
+        squares = [norm.double() ** 2 for norm in torch._foreach_norm(gradients)] or [torch.zeros((), dtype=torch.double)]
+        total = self._sharding.axes.shard.sum(torch.stack(squares).sum(), "norm of the gradient")
+        self._grad_norm = total.sqrt() / scale
+        if self.config.fp16.enabled or (self.config.bf16.enabled and self.config.bf16.check_grad_overflow):
+            finite = bool(torch.isfinite(total))
+            self.loss_scaler.update(overflow=not finite)
+            if not finite:
+                return False
+        if limit > 0:
+            factor = (limit / (self._grad_norm + 1e-6)).clamp(max=1.0) / scale
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype)) if gradients else None
+        elif scale != 1.0:
+            torch._foreach_mul_(gradients, 1.0 / scale)
+        return True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Local. Forget all gradients, those not reduced yet included."""
+        self._reducer.discard()
+        for part in shards(self.module).values():
+            part.grad = None if set_to_none or part.grad is None else torch.zeros_like(part)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Local. Whether the next :meth:`step` updates the parameters."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Local, the same on all ranks. Say whether the next :meth:`step` updates, until called again."""
+        self._boundary = is_boundary
+        self._plan_reduction()
+
+    def _plan_reduction(self) -> None:
+        """Stages 0 and 1 reduce at the boundary; 2 and 3 keep no full gradient, so they reduce every time."""
+        self._reducer.sync = self._sharding.stage >= 2 or self.is_gradient_accumulation_boundary()
+        self._reducer.scale = 1.0 / self.gradient_accumulation_steps()
+
+    def _need_optimizer(self) -> Optimizer:
+        if self.optimizer is None:
+            raise RuntimeError("this engine has no optimizer; give one to zerofunc.initialize to train")
+        return self.optimizer
+
+    # -- what one asks an engine ----------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._sharding.pages[0].master.device
+
+    def get_global_grad_norm(self) -> float | None:
+        """Local. L2 norm of the averaged, unscaled gradient of the last step before clipping, over all shards."""
+        return None if self._grad_norm is None else float(self._grad_norm)
+
+    def was_step_applied(self) -> bool:
+        """Local. Whether the last step at a boundary changed the parameters."""
+        return self._step_applied
+
+    def train_batch_size(self) -> int:
+        """Samples per step over all ranks."""
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank and micro-step."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps per step."""
+        return self.config.gradient_accumulation_steps
+
+    def gradient_clipping(self) -> float:
+        """Largest global norm; 0 means no clipping."""
+        return self.config.gradient_clipping
+
+    def zero_optimization_stage(self) -> int:
+        """ZeRO stage, 0 to 3."""
+        return self._sharding.stage
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self._need_optimizer().param_groups]
+
+    def usage(self) -> Usage:
+        """Local. Memory and traffic on this rank, optimizer state included."""
+        usage = self._sharding.usage()
+        state = self.optimizer.state.values() if self.optimizer is not None else []
+        tensors = [value for entry in state for value in entry.values() if isinstance(value, torch.Tensor)]
+        return replace(usage, held_bytes=usage.held_bytes + sum(tensor.nbytes for tensor in tensors))
+
+
+def initialize(
+    model: nn.Module,
+    config: str | os.PathLike[str] | dict[str, Any],
+    optimizer: Optimizer | OptimizerFactory | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: LRScheduler | SchedulerFactory | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    mesh: DeviceMesh | None = None,
+) -> tuple[Engine, Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
+    """Collective. Shard ``model`` and make the engine that trains it.
+
+    Starts torch.distributed from torchrun's environment where it is not started. Every rank begins with the
+    parameters of the first rank.
+
+    Args:
+        model: A module in float32 (or float64); ``bf16`` and ``fp16`` in the config choose what it computes in.
+        config: Path, JSON text or dict in DeepSpeed's format.
+        optimizer: An optimizer built on the model's parameters, which is moved to the shards with its groups, or a
+            function from parameter groups to one. Must be elementwise. Overrides the config's.
+        model_parameters: Parameters or group dicts to train; all trainable ones by default.
+        training_data: A dataset; the loader gives each rank its own part in micro-batches.
+        lr_scheduler: A schedule of ``optimizer``, or a function from the optimizer to one. Overrides the config's.
+        collate_fn: For the loader.
+        mesh: One axis (shard) or two (replicate, shard) of data-parallel ranks.
+
+    Returns:
+        ``(engine, optimizer, dataloader, lr_scheduler)``; what does not apply is None.
+
+    Raises:
+        ConfigError: If the config contradicts itself or cannot be honoured.
+        ValueError: If the model or an argument cannot be used.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
+    if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, Optimizer):
+        raise ValueError("lr_scheduler is an instance; give the optimizer instance that it schedules too")
+    if isinstance(optimizer, Optimizer):
+        refuse_not_elementwise(optimizer)
+        if optimizer.state:
+            raise ValueError("the optimizer has stepped already; its state is not sharded. Give a fresh one")
+    num_ranks = join_processes() if mesh is None else mesh.size()
+    resolved = load_config(config, num_ranks)
+    if torch.accelerator.is_available():
+        model.to(torch.accelerator.current_accelerator())
+    shard(model, resolved.zero_optimization.stage, mesh, **_shard_options(resolved))
+    made = _optimizer(model, resolved, optimizer, model_parameters)
+    schedule = _scheduler(resolved, made, lr_scheduler)
+    loader = _loader(sharding_of(model), resolved, training_data, collate_fn)
+    return Engine(model, resolved, made, schedule, loader), made, loader, schedule
+
+
+def _shard_options(config: Config) -> dict[str, Any]:
+    ours, zero = config.zerofunc, config.zero_optimization
+    param_dtype = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
+    itemsize = 4 if param_dtype is None else 2
+    page_bytes, resident_bytes = ours.page_bytes, ours.resident_bytes
+    if page_bytes is None:
+        bucket = zero.reduce_bucket_size if zero.stage < 3 else zero.stage3_prefetch_bucket_size
+        page_bytes = min(DEFAULT_PAGE_BYTES, bucket * itemsize) if bucket else DEFAULT_PAGE_BYTES
+    if resident_bytes is None:
+        live = zero.stage3_max_live_parameters
+        resident_bytes = DEFAULT_RESIDENT_BYTES if live is None else live * itemsize
+    persistence_bytes = ours.persistence_bytes
+    if persistence_bytes is None:
+        persistence_bytes = (zero.stage3_param_persistence_threshold or 0) * itemsize
+    return {
+        "page_bytes": page_bytes,
+        "resident_bytes": resident_bytes,
+        "persistence_bytes": persistence_bytes,
+        "prefetch": ours.prefetch and zero.stage3_prefetch_bucket_size != 0,
+        "unsplit": ours.unsplit,
+        "timeout_s": ours.timeout_s or DEFAULT_TIMEOUT_S,
+        "param_dtype": param_dtype,
+    }
+
+
+def _loss_scaler(config: Config) -> LossScaler:
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return LossScaler()
+    if fp16.loss_scale:
+        return LossScaler(fp16.loss_scale)
+    return LossScaler(
+        2.0**fp16.initial_scale_power, True, fp16.loss_scale_window, fp16.hysteresis, fp16.consecutive_hysteresis,
+        float(fp16.min_loss_scale),
+    )  # fmt: skip
+
+
+def _optimizer(
+    model: nn.Module,
+    config: Config,
+    optimizer: Optimizer | OptimizerFactory | None,
+    model_parameters: Iterable[Any] | None,
+) -> Optimizer | None:
+    if isinstance(optimizer, Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = [_shard_of(model, parameter) for parameter in group["params"]]
+        return optimizer
+    groups = _groups(model, model_parameters)
+    if optimizer is not None:
+        made = optimizer(groups)
+        refuse_not_elementwise(made)
+        return made
+    if config.optimizer is not None:
+        return build_optimizer(groups, config.optimizer.type, config.optimizer.params)
+    return None
+
+
+def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[dict[str, Any]]:
+    if model_parameters is None:
+        return [{"params": list(shards(model).values())}]
+    entries = list(model_parameters)
+    if not all(isinstance(entry, dict) for entry in entries):
+        entries = [{"params": entries}]
+    groups = []
+    for entry in entries:
+        parameters = [entry["params"]] if isinstance(entry["params"], torch.Tensor) else list(entry["params"])
+        parameters = [p[1] if isinstance(p, tuple) else p for p in parameters]
+        groups.append({**entry, "params": [_shard_of(model, p) for p in parameters if p.requires_grad]})
+    return [group for group in groups if group["params"]]
+
+
+def _shard_of(model: nn.Module, parameter: torch.Tensor) -> torch.Tensor:
+    owner = owner_of(parameter)
+    if owner is None or owner.sharding() is not sharding_of(model):
+        raise ValueError(
+            f"the optimizer's parameters include one of shape {tuple(parameter.shape)} that is not the model's"
+        )
+    return sharding_of(model).shard(owner.name)
+
+
+def _scheduler(
+    config: Config, optimizer: Optimizer | None, lr_scheduler: LRScheduler | SchedulerFactory | None
+) -> LRScheduler | None:
+    if isinstance(lr_scheduler, LRScheduler):
+        return lr_scheduler
+    if lr_scheduler is None and config.scheduler is None:
+        return None
+    if optimizer is None:
+        raise ValueError("there is a scheduler but no optimizer to schedule")
+    if lr_scheduler is not None:
+        return lr_scheduler(optimizer)
+    assert config.scheduler is not None
+    return build_scheduler(optimizer, config.scheduler.type, config.scheduler.params)
+
+
+def _loader(
+    sharding: Sharding,
+    config: Config,
+    dataset: Dataset[Any] | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+) -> DataLoader[Any] | None:
+    if dataset is None:
+        return None
+    sampler = None
+    if not isinstance(dataset, IterableDataset):
+        axes = sharding.axes
+        sampler = DistributedSampler(dataset, axes.num_ranks, axes.rank, drop_last=config.dataloader_drop_last)
+    return DataLoader(
+        dataset,
+        config.train_micro_batch_size_per_gpu,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=config.dataloader_drop_last,
+    )

@@ -9,6 +9,7 @@ small header on the control group. Ranks that have diverged see different header
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import zlib
 from collections.abc import Callable
@@ -295,13 +296,28 @@ def _axis(mesh: DeviceMesh, dim: int, timeout_s: float) -> Axis:
     if size == 1:
         return Axis(1, 0)
     group = mesh.get_group(dim)
-    ranks = dist.get_process_group_ranks(group)
-    timeout = datetime.timedelta(seconds=timeout_s)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    backend = dist.get_backend(group)
+    gather_group, reduce_group, control_group = _groups_over(_world(), ranks, backend, timeout_s)
+    return Axis(size, dist.get_rank(group), gather_group, reduce_group, control_group, timeout_s)
 
-    def new_group(backend: str | None) -> dist.ProcessGroup:
-        made = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert isinstance(world, dist.ProcessGroup)
+    return world
+
+
+@functools.lru_cache(maxsize=64)
+def _groups_over(
+    world: dist.ProcessGroup, ranks: tuple[int, ...], backend: str, timeout_s: float
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
+    """Collective at the first call. Groups for gathers, reductions and control, shared by all sharded modules."""
+
+    def new_group(kind: str) -> dist.ProcessGroup:
+        timeout = datetime.timedelta(seconds=timeout_s)
+        made = dist.new_group(list(ranks), timeout=timeout, backend=kind, use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup)
         return made
 
-    backend = dist.get_backend(group)
-    return Axis(size, dist.get_rank(group), new_group(backend), new_group(backend), new_group("gloo"), timeout_s)
+    return new_group(backend), new_group(backend), new_group("gloo")

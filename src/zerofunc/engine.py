@@ -102,9 +102,7 @@ class Engine(nn.Module):
 
     # -- backward -----------------------------------------------------------------------------------------------
 
-    def backward(
-        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
-    ) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Collective. Add the gradient of ``loss``, averaged over the ranks, to the gradients of the shards.
 
         It is divided by the accumulation steps; under float16 it is scaled meanwhile. Losses that contain derivatives
@@ -132,7 +130,7 @@ class Engine(nn.Module):
         scale = 1.0 if self._is_scaled else self.loss_scaler.scale
         try:
             with self._expected_backward(), self._reducer.settings(self._reducer.sync, share):
-                (loss * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+                (loss * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
                 if self._reducer.finished == before:
                     self._reducer.finish()
         except BaseException:
@@ -198,8 +196,9 @@ class Engine(nn.Module):
         """Collective. Unscale and clip the gradients by their global norm; whether they are finite."""
         gradients = [s.grad for s in shards(self.module).values() if s.grad is not None]
         scale, limit = self.loss_scaler.scale, self.config.gradient_clipping
-        squares = [norm.double() ** 2 for norm in torch._foreach_norm(gradients)] or [torch.zeros((), dtype=torch.double)]
-        total = self._sharding.axes.shard.sum(torch.stack(squares).sum(), "norm of the gradient")
+        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=self.device)]
+        squares = torch.stack([norm.double().square() for norm in norms]).sum()
+        total = self._sharding.axes.shard.sum(squares, "norm of the gradient")
         self._grad_norm = total.sqrt() / scale
         if self.config.fp16.enabled or (self.config.bf16.enabled and self.config.bf16.check_grad_overflow):
             finite = bool(torch.isfinite(total))
@@ -442,7 +441,7 @@ def _loader(
 ) -> DataLoader[Any] | None:
     if dataset is None:
         return None
-    sampler = None
+    sampler: DistributedSampler[Any] | None = None
     if not isinstance(dataset, IterableDataset):
         axes = sharding.axes
         sampler = DistributedSampler(dataset, axes.num_ranks, axes.rank, drop_last=config.dataloader_drop_last)

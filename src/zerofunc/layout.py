@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ class ParameterSpec:
 
     name: str
     shape: torch.Size
-    key: Hashable
+    key: Any
     unsplit: str | None = None
 
 
@@ -57,7 +58,7 @@ class PageLayout:
 
     index: int
     slots: tuple[Slot, ...]
-    key: Hashable
+    key: Any
     numel: int
     num_shards: int
 
@@ -97,7 +98,7 @@ def build_pages(parameters: Iterable[ParameterSpec], num_shards: int, page_numel
     Returns:
         The pages, ordered by their first parameter.
     """
-    groups: list[tuple[Hashable, list[ParameterSpec]]] = []
+    groups: list[tuple[Any, list[ParameterSpec]]] = []
     open_page: dict[Hashable, list[ParameterSpec]] = {}
     filled: dict[Hashable, int] = {}
     for spec in parameters:
@@ -111,7 +112,7 @@ def build_pages(parameters: Iterable[ParameterSpec], num_shards: int, page_numel
     return tuple(_page(index, key, specs, num_shards) for index, (key, specs) in enumerate(groups))
 
 
-def _page(index: int, key: Hashable, specs: list[ParameterSpec], num_shards: int) -> PageLayout:
+def _page(index: int, key: Any, specs: list[ParameterSpec], num_shards: int) -> PageLayout:
     slots, offset = [], 0
     for spec in specs:
         slots.append(Slot(spec.name, spec.shape, offset))

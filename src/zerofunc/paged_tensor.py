@@ -46,10 +46,10 @@ class PagedTensor(torch.Tensor):
     _meta: torch.Tensor
     _cast_at: int | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(
+    def __new__(  # noqa: D417 - cls is no argument
         cls: type[PagedTensor],
         pager: Pager,
         page: Page,
@@ -124,7 +124,7 @@ class PagedTensor(torch.Tensor):
         return PagedTensor(self._pager, self._page, self._slot, self._meta, self._chain, self._cast_at)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answer from metadata, stay lazy, write through, or read and run."""
@@ -153,7 +153,7 @@ class PagedTensor(torch.Tensor):
 
     # -- what a user of an ordinary parameter expects -----------------------------------------------------------
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name and metadata: printing never communicates."""
         return (
             f"PagedTensor({self._slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
@@ -256,7 +256,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _is_autocast(base: PagedTensor, kwargs: dict[str, Any]) -> bool:
-    """Whether a copy is autocast's: autograd saves it, so it must be lazy. Other copies are snapshots: they are real."""
+    """Whether a copy is autocast's: autograd saves it, so it is lazy. Other copies are snapshots, and real."""
     return set(kwargs) <= {"dtype"} and torch.is_autocast_enabled(base.device.type)
 
 

@@ -38,12 +38,12 @@ def alias(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tens
     all others on its page.
     """
     strides = torch.empty(shape, device="meta").stride()
-    return flat.new_empty(0).set_(flat.untyped_storage(), flat.storage_offset() + offset, shape, strides)
+    return flat.new_empty(0).set_(flat.untyped_storage(), int(flat.storage_offset()) + offset, shape, strides)
 
 
 def shard_of(master: torch.Tensor, start: int, numel: int, requires_grad: bool) -> torch.Tensor:
     """The leaf tensor over one parameter's part of a page's master shard, 1-D [numel]."""
-    return alias(master, start - master.storage_offset(), (numel,)).requires_grad_(requires_grad)
+    return alias(master, start - int(master.storage_offset()), (numel,)).requires_grad_(requires_grad)
 
 
 def _references(buffer: torch.Tensor) -> int:
@@ -124,7 +124,7 @@ class Page:
         page = Page(self.layout, self.dtype, self.master.clone(), label=self.label)
         memo[id(self)] = page
         page.shards = [
-            shard_of(page.master, old.storage_offset(), old.numel(), old.requires_grad) for old in self.shards
+            shard_of(page.master, int(old.storage_offset()), old.numel(), old.requires_grad) for old in self.shards
         ]
         page.parameters = [copy.deepcopy(parameter, memo) for parameter in self.parameters]
         page.note_changes()

@@ -302,13 +302,13 @@ def _unsplit(module: nn.Module, parameters: Iterable[str], unsplit: Iterable[str
 
 
 def _layouts(specs: list[ParameterSpec], num_shards: int, page_bytes: int) -> list[PageLayout]:
-    itemsize = max(spec.key[0].itemsize for spec in specs)  # type: ignore[index]
+    itemsize = max(spec.key[0].itemsize for spec in specs)
     return list(build_pages(specs, num_shards, max(1, page_bytes // itemsize)))
 
 
 def _build_page(layout: PageLayout, parameters: list[nn.Parameter], stage: int, axes: Axes) -> Page:
     """Collective. One page with the first rank's values."""
-    dtype, device, _ = layout.key  # type: ignore[misc]
+    dtype, device, _ = layout.key
     master_dtype = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
     full = torch.zeros(layout.padded_numel, dtype=master_dtype, device=device)
     for slot, parameter in zip(layout.slots, parameters, strict=True):
@@ -323,7 +323,8 @@ def _build_page(layout: PageLayout, parameters: list[nn.Parameter], stage: int, 
     page = Page(layout, dtype, master, full=None if stage == 3 else full, label=label)
     for slot, parameter in zip(layout.slots, parameters, strict=True):
         start, stop = layout.part(slot, rank)
-        page.shards.append(shard_of(master, master.storage_offset() + start, stop - start, parameter.requires_grad))
+        first = int(master.storage_offset()) + start
+        page.shards.append(shard_of(master, first, stop - start, parameter.requires_grad))
     return page
 
 

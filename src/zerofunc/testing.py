@@ -234,7 +234,7 @@ def _job(function: Callable[..., Any], args: Sequence[Any], name: str) -> bytes:
         raise TypeError(f"{name} and its arguments must be picklable to run on ranks: {error}") from error
     data = spawn.get_preparation_data("") if b"__main__" in call else {}
     main = {key: value for key, value in data.items() if key.startswith("init_main")}
-    module = _innermost(function).__module__
+    module = getattr(_innermost(function), "__module__", None) or "builtins"
     file = getattr(sys.modules.get(module), "__file__", None)
     return pickle.dumps(Job(list(sys.path), os.getcwd(), main, module, file, call))
 

@@ -120,7 +120,8 @@ def reshard(module: nn.Module, full: Tree) -> dict[str, torch.Tensor]:
             raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}; the parameter has {tuple(slot.shape)}")
         mine = page.part(index, sharding.rank)
         flat = tensor.detach().reshape(-1)
-        parts[name] = flat[mine.start - slot.offset : mine.stop - slot.offset].clone() if mine.stop > mine.start else flat[:0].clone()
+        start = max(mine.start - slot.offset, 0)
+        parts[name] = flat[start : start + mine.stop - mine.start].clone()
     return parts
 
 

@@ -1,0 +1,35 @@
+# Every target but clean first makes .venv, which takes minutes once.
+BIN := .venv/bin
+READY := .venv/.ready
+STAGE ?= 3
+
+.PHONY: demo test check verify bench clean
+
+demo: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/meanflow_digits.py --stage $(STAGE) --out demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -q
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+verify: $(READY)
+	$(BIN)/zerofunc verify
+
+bench: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow benchmarks
+
+# torch comes first and alone: what depends on it then takes the version that is there.
+$(READY): pyproject.toml
+	python3 -m venv .venv
+	$(BIN)/pip install torch==2.13.0
+	$(BIN)/pip install -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv demo build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,1 @@
+"""The table of transforms and stages, measured against plain PyTorch."""

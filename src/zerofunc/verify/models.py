@@ -1,0 +1,167 @@
+"""Small models to verify on. Each factory returns ``(module, example)`` with ``module(example)`` a tensor.
+
+The example's first dimension is the batch. Attention is written out and LayerNorm is composite: PyTorch's fused
+attention has no second derivative, and its LayerNorm gives wrong gradients for a backward through a jvp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Factory = Callable[[], tuple[nn.Module, torch.Tensor]]
+
+
+class CompositeLayerNorm(nn.Module):
+    """LayerNorm over the last dimension from elementary operations."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalised over the last dimension."""
+        centred = x - x.mean(-1, keepdim=True)
+        return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-5) * self.weight + self.bias
+
+
+class Attention(nn.Module):
+    """A transformer block with attention written out, and a readout."""
+
+    def __init__(self, dim: int = 6, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = CompositeLayerNorm(dim), CompositeLayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+        self.readout = nn.Linear(dim, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, length, dim] to [batch, 2]."""
+        batch, length, dim = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        weights = torch.softmax(q @ k.transpose(-1, -2) / (dim // self.heads) ** 0.5, -1)
+        x = x + self.out((weights @ v).transpose(1, 2).reshape(batch, length, dim))
+        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        result: torch.Tensor = self.readout(x).mean(1)
+        return result
+
+
+class Conv(nn.Module):
+    """Convolution, BatchNorm in evaluation mode, strided and transposed convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 3, 3, padding=1),
+            nn.BatchNorm2d(3),
+            nn.SiLU(),
+            nn.Conv2d(3, 4, 2, stride=2),
+            nn.GroupNorm(2, 4),
+        )
+        self.up, self.head = nn.ConvTranspose2d(4, 2, 2), nn.Linear(2 * 3 * 3, 2)
+        norm = self.body[1]
+        assert isinstance(norm, nn.BatchNorm2d) and norm.running_mean is not None and norm.running_var is not None
+        nn.init.normal_(norm.running_mean)
+        nn.init.uniform_(norm.running_var, 0.5, 1.5)
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, 1, 4, 4] to [batch, 2]."""
+        result: torch.Tensor = self.head(torch.tanh(self.up(self.body(x))).flatten(1))
+        return result
+
+
+class Lstm(nn.Module):
+    """Two layers of LSTM and a readout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 4, num_layers=2, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, length, 3] to [batch, 2]."""
+        result: torch.Tensor = self.head(self.lstm(x)[0][:, -1])
+        return result
+
+
+class Shared(nn.Module):
+    """Tied, frozen and unused parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.third.weight.requires_grad_(False)
+        self.unused, self.head = nn.Linear(3, 3), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, 4] to [batch, 2]."""
+        hidden = torch.tanh(self.third(torch.tanh(self.second(torch.tanh(self.first(x))))))
+        result: torch.Tensor = self.head(hidden)
+        return result
+
+
+class FromEmbeddings(nn.Module):
+    """A causal language model of transformers on input embeddings."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, length, dim] to the last logits [batch, vocabulary]."""
+        logits: torch.Tensor = self.model(inputs_embeds=x, use_cache=False).logits
+        return logits[:, -1]
+
+
+def mlp() -> tuple[nn.Module, torch.Tensor]:
+    """Three linear layers with tanh."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2))
+    return net, torch.randn(3, 4)
+
+
+def attention() -> tuple[nn.Module, torch.Tensor]:
+    """:class:`Attention` on two sequences of three."""
+    return Attention(), torch.randn(2, 3, 6)
+
+
+def conv() -> tuple[nn.Module, torch.Tensor]:
+    """:class:`Conv` on two images."""
+    return Conv(), torch.randn(2, 1, 4, 4)
+
+
+def lstm() -> tuple[nn.Module, torch.Tensor]:
+    """:class:`Lstm` on two sequences of four."""
+    return Lstm(), torch.randn(2, 4, 3)
+
+
+def shared() -> tuple[nn.Module, torch.Tensor]:
+    """:class:`Shared` on three samples."""
+    return Shared(), torch.randn(3, 4)
+
+
+def gpt2() -> tuple[nn.Module, torch.Tensor]:
+    """A tiny GPT-2 of transformers with eager attention."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(  # type: ignore[call-arg]
+        vocab_size=7, n_positions=8, n_embd=8, n_layer=2, n_head=2, attn_implementation="eager",
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return FromEmbeddings(GPT2LMHeadModel(config)), torch.randn(2, 3, 8)
+
+
+def llama() -> tuple[nn.Module, torch.Tensor]:
+    """A tiny Llama of transformers with eager attention (RMSNorm, rotary positions, grouped queries)."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(  # type: ignore[call-arg]
+        vocab_size=7, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=8, attn_implementation="eager",
+    )  # fmt: skip
+    return FromEmbeddings(LlamaForCausalLM(config)), torch.randn(2, 3, 8)

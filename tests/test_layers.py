@@ -1,0 +1,68 @@
+"""Only `collectives.py` and the rank pool may use torch.distributed beyond its types."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "zerofunc"
+MAY_COMMUNICATE = {"collectives.py", "testing.py", "rank_process.py"}
+TYPES = {"DeviceMesh", "ProcessGroup"}
+DISTRIBUTED = "torch.distributed"
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def uses_of_distributed(tree: ast.AST) -> list[str]:
+    """What a module takes from torch.distributed, other than types, as `line: name`."""
+    found = []
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.startswith(DISTRIBUTED)]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [dotted(node)]
+        for name in names:
+            inside = name == DISTRIBUTED or name.startswith(f"{DISTRIBUTED}.")
+            # `torch.distributed` as an attribute is judged by the longer chain around it, unless it is stored whole.
+            if inside and name.rpartition(".")[2] not in TYPES and not is_prefix_of_type(tree, node):
+                found.append(f"{node.lineno}: {name}")
+    return found
+
+
+def is_prefix_of_type(tree: ast.AST, node: ast.AST) -> bool:
+    chains = [chain for chain in ast.walk(tree) if isinstance(chain, ast.Attribute) and chain.attr in TYPES]
+    return any(node in ast.walk(chain) for chain in chains)
+
+
+@pytest.mark.parametrize("file", sorted(SOURCE.rglob("*.py")), ids=lambda file: str(file.relative_to(SOURCE)))
+def test_only_collectives_communicates(file):
+    if file.name in MAY_COMMUNICATE:
+        return
+    assert uses_of_distributed(ast.parse(file.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "is_allowed"),
+    [
+        ("from torch.distributed import ProcessGroup", True),
+        ("from torch.distributed.device_mesh import DeviceMesh", True),
+        ("def f(group: torch.distributed.ProcessGroup): ...", True),
+        ("import torch", True),
+        ("import torch.distributed as dist", False),
+        ("from torch import distributed", False),
+        ("from torch.distributed import all_reduce", False),
+        ("from torch.distributed.device_mesh import init_device_mesh", False),
+        ("torch.distributed.all_reduce(tensor)", False),
+        ("communicate = torch.distributed", False),
+        ("torch.distributed.nn.functional.all_reduce(tensor)", False),
+    ],
+)
+def test_the_check_itself(line, is_allowed):
+    assert (uses_of_distributed(ast.parse(line)) == []) == is_allowed

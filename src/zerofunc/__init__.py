@@ -4,13 +4,14 @@ from zerofunc.collectives import DivergenceError
 from zerofunc.config import ConfigError
 from zerofunc.engine import Engine, initialize
 from zerofunc.sharding import Usage, refresh, shard, shards, usage
-from zerofunc.trees import full_gradients, gathered, reshard, unshard, vdot
+from zerofunc.trees import clip_grad_norm_, full_gradients, gathered, reshard, unshard, vdot
 
 __all__ = [
     "ConfigError",
     "DivergenceError",
     "Engine",
     "Usage",
+    "clip_grad_norm_",
     "full_gradients",
     "gathered",
     "initialize",

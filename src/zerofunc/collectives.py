@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zerofunc.buffers import BufferPool
+
 DEFAULT_TIMEOUT_S = 600.0
 
 
@@ -79,6 +81,7 @@ class Axis:
     timeout_s: float = DEFAULT_TIMEOUT_S
     moved_bytes: int = 0
     _control: dict[str, torch.Tensor] = field(default_factory=dict)
+    _pieces: BufferPool = field(default_factory=BufferPool)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         """The same axis: process groups are not copied."""
@@ -162,7 +165,7 @@ class Axis:
 
     def _exchange_and_sum(self, shard: torch.Tensor, full: torch.Tensor, label: str) -> Work:
         """A reduce-scatter of (size - 1) / size bytes: gloo's own one moves an all-reduce's."""
-        pieces = torch.empty_like(full)
+        pieces = self._pieces.take(full.numel(), full.dtype, full.device)
         work = dist.all_to_all_single(pieces, full, group=self.reduce_group, async_op=True)
         return Pending(work, self, label, lambda: torch.sum(pieces.view(self.size, -1), 0, out=shard))
 

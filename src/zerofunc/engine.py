@@ -34,6 +34,7 @@ from zerofunc.sharding import (
     sharding_of,
     shards,
 )
+from zerofunc.trees import grad_norm, scale_gradients
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -194,22 +195,17 @@ class Engine(nn.Module):
 
     def _clip(self) -> bool:
         """Collective. Unscale and clip the gradients by their global norm; whether they are finite."""
-        gradients = [s.grad for s in shards(self.module).values() if s.grad is not None]
         scale, limit = self.loss_scaler.scale, self.config.gradient_clipping
-        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=self.device)]
-        squares = torch.stack([norm.double().square() for norm in norms]).sum()
-        total = self._sharding.axes.shard.sum(squares, "norm of the gradient")
-        self._grad_norm = total.sqrt() / scale
+        self._grad_norm = grad_norm(self.module) / scale
         if self.config.fp16.enabled or (self.config.bf16.enabled and self.config.bf16.check_grad_overflow):
-            finite = bool(torch.isfinite(total))
+            finite = bool(torch.isfinite(self._grad_norm))
             self.loss_scaler.update(overflow=not finite)
             if not finite:
                 return False
         if limit > 0:
-            factor = (limit / (self._grad_norm + 1e-6)).clamp(max=1.0) / scale
-            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype)) if gradients else None
+            scale_gradients(self.module, (limit / (self._grad_norm + 1e-6)).clamp(max=1.0) / scale)
         elif scale != 1.0:
-            torch._foreach_mul_(gradients, 1.0 / scale)
+            scale_gradients(self.module, torch.tensor(1.0 / scale))
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -6,6 +6,7 @@ A rank's shard of a page is contiguous, so that one all-gather without copies re
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -38,10 +39,15 @@ class Slot:
     shape: torch.Size
     offset: int
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Number of elements of the parameter."""
         return self.shape.numel()
+
+    @functools.cached_property
+    def stride(self) -> tuple[int, ...]:
+        """Strides of the contiguous parameter."""
+        return torch.empty(self.shape, device="meta").stride()
 
 
 @dataclass(frozen=True)

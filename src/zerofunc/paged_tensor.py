@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from zerofunc.buffers import below_transforms
 from zerofunc.layout import Slot
-from zerofunc.pager import Page, Pager, alias, below_transforms
+from zerofunc.pager import Page, Pager
 
 aten = torch.ops.aten
 
@@ -87,11 +88,12 @@ class PagedTensor(torch.Tensor):
 
     def _value(self) -> torch.Tensor:
         """Collective unless resident. The data: a plain tensor, for the length of one operator."""
-        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        if fake is not None:
-            return torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=self.device)
-        with below_transforms():
-            return self._replay(self._pager.read(self._page))
+        if torch._C._len_torch_dispatch_stack():
+            if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+                return torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=self.device)
+            with below_transforms():
+                return self._replay(self._pager.read(self._page))
+        return self._replay(self._pager.read(self._page))
 
     def _replay(self, flat: torch.Tensor) -> torch.Tensor:
         if self._cast_at is not None and self._cast_at != self._page.versions():
@@ -99,7 +101,7 @@ class PagedTensor(torch.Tensor):
                 f"a copy of parameter {self._slot.name!r} that autocast made is read after the parameter has changed; "
                 "call backward before the optimizer's step"
             )
-        value = alias(flat, self._slot.offset, self._slot.shape)
+        value = flat.as_strided(self._slot.shape, self._slot.stride, self._slot.offset)
         for func, args, kwargs, index in self._chain:
             value = func(value, *args, **kwargs)
             if index is not None:

@@ -14,83 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from zerofunc.buffers import BufferPool, alias, below_transforms
 from zerofunc.collectives import Axes, Done, Work
 from zerofunc.layout import PageLayout
-
-
-@contextmanager
-def below_transforms() -> Iterator[None]:
-    """Run on plain tensors, seen by no transform, tracer, mode or autograd.
-
-    A buffer that were allocated under ``make_fx`` would be traced; one allocated in inference mode could not be
-    written to later.
-    """
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-        yield
-
-
-def alias(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """A contiguous tensor over ``flat``'s memory with a version counter of its own.
-
-    A view would share the counter of the whole page, and changing one parameter would then forbid a backward through
-    all others on its page.
-    """
-    strides = torch.empty(shape, device="meta").stride()
-    return flat.new_empty(0).set_(flat.untyped_storage(), int(flat.storage_offset()) + offset, shape, strides)
 
 
 def shard_of(master: torch.Tensor, start: int, numel: int, requires_grad: bool) -> torch.Tensor:
     """The leaf tensor over one parameter's part of a page's master shard, 1-D [numel]."""
     return alias(master, start - int(master.storage_offset()), (numel,)).requires_grad_(requires_grad)
-
-
-def _references(buffer: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(buffer.untyped_storage()._cdata))
-
-
-class BufferPool:
-    """Flat buffers that are used again once nothing refers to their storage any more.
-
-    Freed large blocks are slow to get back from the system on CPU, and hide the saving of ZeRO there.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
-        self._idle = _references(torch.empty(1))
-        self.peak_bytes = 0
-
-    def __deepcopy__(self, memo: dict[int, object]) -> BufferPool:
-        """A pool of its own, empty."""
-        return BufferPool()
-
-    def live_bytes(self) -> int:
-        """Bytes of buffers that something still refers to."""
-        return sum(buffer.nbytes for buffer in self._buffers if _references(buffer) > self._idle)
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialised 1-D buffer of ``numel`` elements; give it back by dropping every reference to it."""
-        idle = [buffer for buffer in self._buffers if _references(buffer) <= self._idle]
-        fits = [
-            b for b in idle if b.dtype == dtype and b.device == device and numel <= b.numel() <= 1.25 * numel + 1024
-        ]
-        if fits:
-            buffer = min(fits, key=torch.Tensor.numel)
-            del idle, fits
-        else:
-            dropped = {id(buffer) for buffer in idle}
-            del idle, fits
-            self._buffers = [buffer for buffer in self._buffers if id(buffer) not in dropped]
-            buffer = torch.empty(numel, dtype=dtype, device=device)
-            self._buffers.append(buffer)
-        taken = alias(buffer, 0, (numel,))
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
-        return taken
-
-    def clear(self) -> None:
-        """Forget the idle buffers."""
-        self._buffers = [buffer for buffer in self._buffers if _references(buffer) > self._idle]
 
 
 @dataclass(eq=False)
@@ -182,7 +114,7 @@ class Pager:
     Attributes:
         resident_bytes: The budget. One page is resident whatever its size.
         persistence_bytes: Pages of at most this size are never evicted.
-        prefetch: Start to gather the page that followed the current two last time.
+        prefetch: Start to gather the page that followed the current two the last two times.
     """
 
     def __init__(self, axes: Axes, resident_bytes: int, persistence_bytes: int = 0, prefetch: bool = True) -> None:
@@ -194,7 +126,7 @@ class Pager:
         self._resident: OrderedDict[Page, _Resident] = OrderedDict()
         self._pinned: dict[Page, int] = {}
         self._uneven: set[Page] = set()  # pinned pages whose gathered copies differ between ranks
-        self._successor: dict[tuple[Page | None, Page], Page] = {}
+        self._successor: dict[tuple[Page | None, Page], tuple[Page, bool]] = {}  # and whether it was so twice
         self._recent: tuple[Page | None, Page | None] = (None, None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Pager:
@@ -202,7 +134,7 @@ class Pager:
         return Pager(self.axes, self.resident_bytes, self.persistence_bytes, self.prefetch)
 
     def read(self, page: Page) -> torch.Tensor:
-        """Collective unless resident. The gathered page, 1-D [padded_numel]. Call it :func:`below_transforms`.
+        """Collective unless resident. The gathered page, 1-D [padded_numel].
 
         Raises:
             RuntimeError: If a backward reads a page whose shards were changed since its forward.
@@ -216,7 +148,8 @@ class Pager:
         resident = self._resident.get(page)
         if resident is None or resident.version != version:
             self._resident.pop(page, None)
-            resident = self._gather(page)
+            with below_transforms():
+                resident = self._gather(page)
         if self._recent[1] is not page:
             self._resident.move_to_end(page)
             self._turn_to(page)
@@ -247,9 +180,8 @@ class Pager:
         for page in pages:
             self._pinned[page] = self._pinned.get(page, 0) + 1
         try:
-            with below_transforms():
-                for page in pages:
-                    self.read(page)
+            for page in pages:
+                self.read(page)
             yield
         finally:
             for page in pages:
@@ -298,14 +230,19 @@ class Pager:
                 del self._resident[page]
 
     def _turn_to(self, page: Page) -> None:
-        """Learn which page followed the last two (a forward and its backward run opposite ways), and prefetch."""
+        """Learn which page followed the last two (a forward and its backward run opposite ways), and prefetch.
+
+        Only a page that followed twice in a row is gathered ahead: a wrong guess would cost a gather and an eviction.
+        """
         before, last = self._recent
         if last is not None:
-            self._successor[(before, last)] = page
+            known = self._successor.get((before, last))
+            self._successor[(before, last)] = (page, known is not None and known[0] is page)
         self._recent = (last, page)
-        following = self._successor.get((last, page))
-        if not self.prefetch or following is None or self.is_resident(following):
+        following, is_sure = self._successor.get((last, page), (page, False))
+        if not self.prefetch or not is_sure or self.is_resident(following):
             return
         if page.gathered_bytes + following.gathered_bytes <= self.resident_bytes:
             self._resident.pop(following, None)
-            self._gather(following)
+            with below_transforms():
+                self._gather(following)

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zerofunc.buffers import BufferPool, alias, below_transforms
 from zerofunc.collectives import Axes, Work
-from zerofunc.pager import BufferPool, Page, alias, below_transforms
+from zerofunc.pager import Page
 
 
 @dataclass

@@ -22,10 +22,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from zerofunc.buffers import alias, below_transforms
 from zerofunc.collectives import DEFAULT_TIMEOUT_S, Axes, axes_of
 from zerofunc.layout import PageLayout, ParameterSpec, build_pages
 from zerofunc.paged_tensor import PagedTensor
-from zerofunc.pager import Page, Pager, alias, below_transforms, shard_of
+from zerofunc.pager import Page, Pager, shard_of
 from zerofunc.reduction import Reducer
 
 MIB = 1 << 20
@@ -339,7 +340,7 @@ def _replace_parameters(page: Page, parameters: list[nn.Parameter], stage: int, 
         replacement = nn.Parameter(new, parameter.requires_grad)
         del new
         try:
-            torch.utils.swap_tensors(parameter, replacement)
+            _swap(parameter, replacement)
         except RuntimeError as error:
             raise ValueError(
                 f"parameter {slot.name!r} is in use by a graph or a weak reference ({error}); shard the module before "
@@ -347,6 +348,22 @@ def _replace_parameters(page: Page, parameters: list[nn.Parameter], stage: int, 
             ) from error
         page.parameters.append(parameter)
     page.note_changes()
+
+
+def _swap(parameter: nn.Parameter, replacement: nn.Parameter) -> None:
+    """Give ``parameter`` the content of ``replacement``, its identity kept.
+
+    ``torch.utils.swap_tensors`` refuses weak references. nn.RNN holds some to its weights, which shall see the change.
+    """
+    if not weakref.getweakrefs(parameter):
+        torch.utils.swap_tensors(parameter, replacement)
+        return
+    if parameter._use_count() > 1:
+        raise RuntimeError(f"{parameter._use_count()} references")
+    kind, attributes = type(parameter), parameter.__dict__
+    parameter.__class__, parameter.__dict__ = type(replacement), replacement.__dict__
+    replacement.__class__, replacement.__dict__ = kind, attributes
+    torch._C._swap_tensor_impl(parameter, replacement)
 
 
 def sharding_of(module: nn.Module) -> Sharding:

@@ -147,6 +147,36 @@ def vdot(a: Tree, b: Tree, module: nn.Module | None = None) -> torch.Tensor:
     return sharding.axes.shard.sum(total, "vdot")
 
 
+def grad_norm(module: nn.Module) -> torch.Tensor:
+    """Collective. L2 norm of the mean gradient over all parameters and all ranks' shards, a float64 scalar."""
+    sharding = sharding_of(module)
+    gradients = [shard.grad for name in sharding.slots if (shard := sharding.shard(name)).grad is not None]
+    norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=sharding.pages[0].master.device)]
+    squares = torch.stack([norm.double().square() for norm in norms]).sum()
+    return sharding.axes.shard.sum(squares, "norm of the gradient").sqrt()
+
+
+def clip_grad_norm_(module: nn.Module, max_norm: float) -> torch.Tensor:
+    """Collective. Scale the gradients of the shards so that their norm over all ranks is at most ``max_norm``.
+
+    ``torch.nn.utils.clip_grad_norm_`` sees one rank's shards, or nothing on ``module.parameters()``.
+
+    Returns:
+        The norm before, a float64 scalar.
+    """
+    norm = grad_norm(module)
+    scale_gradients(module, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def scale_gradients(module: nn.Module, factor: torch.Tensor) -> None:
+    """Local. Multiply the gradients of the shards by a scalar, in place."""
+    sharding = sharding_of(module)
+    gradients = [shard.grad for name in sharding.slots if (shard := sharding.shard(name)).grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+
+
 def _only_sharding_with(tree: Tree) -> Sharding:
     from zerofunc.sharding import shardings
 

@@ -1,0 +1,77 @@
+"""Flat memory below autograd: aliases with version counters of their own, and buffers that are used again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+@contextmanager
+def below_transforms() -> Iterator[None]:
+    """Run on plain tensors, seen by no transform, tracer, mode or autograd.
+
+    A buffer that were allocated under ``make_fx`` would be traced; one allocated in inference mode could not be
+    written to later.
+    """
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        yield
+
+
+def alias(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """A contiguous tensor over ``flat``'s memory with a version counter of its own.
+
+    A view would share the counter of the whole page, and changing one parameter would then forbid a backward through
+    all others on its page.
+    """
+    strides = torch.empty(shape, device="meta").stride()
+    return flat.new_empty(0).set_(flat.untyped_storage(), int(flat.storage_offset()) + offset, shape, strides)
+
+
+def _references(buffer: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(buffer.untyped_storage()._cdata))
+
+
+class BufferPool:
+    """Flat buffers that are used again once nothing refers to their storage any more.
+
+    Freed large blocks are slow to get back from the system on CPU, and hide the saving of ZeRO there.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+        self._idle = _references(torch.empty(1))
+        self.peak_bytes = 0
+
+    def __deepcopy__(self, memo: dict[int, object]) -> BufferPool:
+        """A pool of its own, empty."""
+        return BufferPool()
+
+    def live_bytes(self) -> int:
+        """Bytes of buffers that something still refers to."""
+        return sum(buffer.nbytes for buffer in self._buffers if _references(buffer) > self._idle)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised 1-D buffer of ``numel`` elements; give it back by dropping every reference to it."""
+        idle = [buffer for buffer in self._buffers if _references(buffer) <= self._idle]
+        fits = [
+            b for b in idle if b.dtype == dtype and b.device == device and numel <= b.numel() <= 1.25 * numel + 1024
+        ]
+        if fits:
+            buffer = min(fits, key=torch.Tensor.numel)
+            del idle, fits
+        else:
+            dropped = {id(buffer) for buffer in idle}
+            del idle, fits
+            self._buffers = [buffer for buffer in self._buffers if id(buffer) not in dropped]
+            buffer = torch.empty(numel, dtype=dtype, device=device)
+            self._buffers.append(buffer)
+        taken = alias(buffer, 0, (numel,))
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
+        return taken
+
+    def clear(self) -> None:
+        """Forget the idle buffers."""
+        self._buffers = [buffer for buffer in self._buffers if _references(buffer) > self._idle]

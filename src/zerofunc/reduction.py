@@ -75,12 +75,13 @@ class Reducer:
     def _hook(self, number: int, slot: int) -> Callable[[torch.Tensor], None]:
         def take_gradient(parameter: torch.Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
+            if gradient is None:  # reached by the graph, but with an undefined gradient
+                return
             task = torch._C._current_graph_task_id()
             if task != self._task:  # a reentrant backward, inside another one, ends by itself
                 self.guard()
                 self._task = task
                 torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-            assert gradient is not None
             with below_transforms():
                 self._pack(number, slot, gradient.detach())
                 if self.sync:

@@ -358,8 +358,9 @@ def _swap(parameter: nn.Parameter, replacement: nn.Parameter) -> None:
     if not weakref.getweakrefs(parameter):
         torch.utils.swap_tensors(parameter, replacement)
         return
-    if parameter._use_count() > 1:
-        raise RuntimeError(f"{parameter._use_count()} references")
+    references = parameter._use_count()  # type: ignore[attr-defined]
+    if references > 1:
+        raise RuntimeError(f"{references} references")
     kind, attributes = type(parameter), parameter.__dict__
     parameter.__class__, parameter.__dict__ = type(replacement), replacement.__dict__
     replacement.__class__, replacement.__dict__ = kind, attributes
@@ -394,11 +395,14 @@ def shards(module: nn.Module, frozen: bool = False) -> dict[str, torch.Tensor]:
 
 
 def refresh(module: nn.Module) -> None:
-    """Collective. Make the module's parameters equal to shards that were changed by hand.
+    """Collective. Make the module's parameters equal to the shards, however these were changed.
 
-    Optimizer steps and the module's own forward do this by themselves; call it before reading parameters otherwise.
+    Optimizer steps and the module's own forward do this by themselves. Call it after a change through ``.data``, which
+    PyTorch does not count, or before reading parameters outside the module's forward after a change by hand.
     """
-    sharding_of(module).refresh()
+    sharding = sharding_of(module)
+    torch.autograd.graph.increment_version([shard for page in sharding.pages for shard in page.shards])
+    sharding.refresh()
 
 
 def usage(module: nn.Module) -> Usage:

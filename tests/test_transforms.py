@@ -1,0 +1,122 @@
+"""The table of transforms at every stage: each cell equals plain PyTorch, cold, warm, and training goes on right."""
+
+import os
+import random
+
+import pytest
+import torch
+
+from zerofunc.verify.cells import CELLS
+from zerofunc.verify.models import Attention
+from zerofunc.verify.run import CANNOT, OK, Setting, plain_fails, verify_rank
+
+# Fresh weights and inputs in every session; a failure prints the setting with its seed.
+SEED = int(os.environ.setdefault("ZEROFUNC_TEST_SEED", str(random.randrange(10**6))))
+
+# What PyTorch 2.13 itself cannot do with these models.
+NOT_IN_PYTORCH = {
+    "attention": {"jvp by forward_ad"},
+    "conv": set(),
+    "gpt2": {"jvp by forward_ad"},
+    "llama": {"jvp by forward_ad"},
+    "lstm": {
+        "linearize", "vmap", "vmap(grad)", "vmap(jacrev)", "vmap(hessian)", "vmap(jvp(grad))",
+        "functional_call: per-sample grad", "Laplacian (vmap of hessian)", "forces + energy",
+        "Hutchinson trace (jvp of grad)", "Jacobian (vmap of jacrev)",
+    },
+    "mlp": set(),
+    "shared": set(),
+}  # fmt: skip
+
+
+def check(model, stage, cells=None, **options):
+    setting = Setting(f"zerofunc.verify.models:{model}", seed=SEED, **options)
+    outcomes = verify_rank(setting, stage, [cell.name for cell in CELLS if cells is None or cell.name in cells])
+    assert [outcome for outcome in outcomes if outcome.status not in (OK, CANNOT)] == [], setting
+    assert {outcome.cell for outcome in outcomes if outcome.status == CANNOT} <= NOT_IN_PYTORCH[model], setting
+
+
+@pytest.mark.world_size(1, 2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("model", ["mlp", "attention"])
+def test_every_transform_equals_plain_pytorch(model, stage):
+    check(model, stage)
+
+
+# The rest of the models at a spread of transforms: one of each kind that goes through other code.
+SPREAD = {
+    "forward", "grad", "vjp, pulled back outside", "jvp", "jacfwd", "hessian", "vmap(grad)", "grad(grad)",
+    "autograd.grad, create_graph", "forward_ad dual numbers", "functional_call: per-sample grad", "functional_call: jvp",
+    "autograd gradient penalty + loss", "func.grad penalty alone", "backward through a jvp",
+    "Laplacian (vmap of hessian)", "forces + energy",
+}  # fmt: skip
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("model", ["conv", "lstm", "shared", "gpt2", "llama"])
+def test_other_architectures_equal_plain_pytorch(model, stage):
+    check(model, stage, SPREAD)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(1, 2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("model", ["conv", "lstm", "shared", "gpt2", "llama"])
+def test_every_transform_of_other_architectures_equals_plain_pytorch(model, stage):
+    check(model, stage)
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_four_ranks_equal_plain_pytorch(stage):
+    check("mlp", stage, SPREAD)
+
+
+@pytest.mark.world_size(2)
+def test_many_resident_pages_and_prefetch_change_nothing():
+    check("attention", 3, SPREAD, resident_bytes=3000)
+    check("attention", 3, SPREAD, resident_bytes=1 << 20)
+
+
+class LayerNormAttention(Attention):
+    """The attention block with PyTorch's own LayerNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = torch.nn.LayerNorm(6), torch.nn.LayerNorm(6)
+
+
+def layer_norm_attention():
+    return LayerNormAttention(), torch.randn(2, 3, 6)
+
+
+def test_plain_pytorch_is_checked_by_finite_differences():
+    """PyTorch's LayerNorm gives a wrong gradient for a backward through a jvp, and the table says so."""
+    setting = Setting(f"{__name__}:layer_norm_attention", seed=SEED)
+    cells = {cell.name: cell for cell in CELLS}
+    assert plain_fails(setting, cells["grad"]) == ""
+    assert plain_fails(setting, cells["jvp"]) == ""
+    assert "finite differences" in plain_fails(setting, cells["backward through a jvp"])
+
+
+def wrong_engine(module):
+    """An engine whose gradients are off by one part in a million."""
+    for parameter in module.parameters():
+        parameter.register_hook(lambda gradient: gradient * (1 + 1e-6))
+
+
+@pytest.mark.world_size(2)
+def test_the_table_sees_a_wrong_gradient(monkeypatch):
+    from zerofunc.verify import run
+
+    initialize = run.initialize
+
+    def spoiled(model, config):
+        made = initialize(model=model, config=config)
+        wrong_engine(made[0].module)
+        return made
+
+    monkeypatch.setattr(run, "initialize", spoiled)
+    outcomes = verify_rank(Setting("zerofunc.verify.models:mlp", seed=SEED), 3, ["ordinary loss", "jvp"])
+    assert [outcome.status for outcome in outcomes] == ["wrong", "wrong"]

@@ -49,6 +49,11 @@ class BufferPool:
         """A pool of its own, empty."""
         return BufferPool()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, idle ones included."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
     def live_bytes(self) -> int:
         """Bytes of buffers that something still refers to."""
         return sum(buffer.nbytes for buffer in self._buffers if _references(buffer) > self._idle)

@@ -87,6 +87,11 @@ class Axis:
         """The same axis: process groups are not copied."""
         return self
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes allocated for the pieces of a reduce-scatter."""
+        return self._pieces.nbytes
+
     # -- agreement ----------------------------------------------------------------------------------------------
 
     def agree(self, label: str) -> None:
@@ -177,8 +182,7 @@ class Axis:
         return Pending(dist.all_reduce(tensor, group=self.reduce_group, async_op=True), self, label)
 
     def sum(self, value: torch.Tensor, label: str) -> torch.Tensor:
-        """Collective. Sum of a small tensor over ranks, in place, ranks agreeing first."""
-        self.agree(label)
+        """Collective. Sum of a small tensor over ranks, in place."""
         self.all_reduce(value, label).wait()
         return value
 
@@ -254,10 +258,6 @@ class Axes:
     def any(self, flags: torch.Tensor) -> torch.Tensor:
         """Collective. :meth:`Axis.any` over all ranks of both axes."""
         return self.replicate.any(self.shard.any(flags))
-
-    def sum(self, value: torch.Tensor, label: str) -> torch.Tensor:
-        """Collective. :meth:`Axis.sum` over all ranks of both axes."""
-        return self.replicate.sum(self.shard.sum(value, label), label)
 
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
         """Collective. Replace ``tensor`` by the one of the mesh's first rank."""

@@ -40,6 +40,19 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 
 
+_engine_backwards: list[None] = []  # one entry per running one; of the process, as autograd has threads of its own
+
+
+@contextmanager
+def _expected_backward() -> Iterator[None]:
+    """Backwards inside were started by an engine."""
+    _engine_backwards.append(None)
+    try:
+        yield
+    finally:
+        _engine_backwards.pop()
+
+
 class Engine(nn.Module):
     """A sharded module with what trains it. Made by :func:`initialize`.
 
@@ -128,9 +141,9 @@ class Engine(nn.Module):
         self._need_optimizer()
         share = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         before = self._reducer.finished
-        scale = 1.0 if self._is_scaled else self.loss_scaler.scale
+        scale = self.loss_scaler.scale
         try:
-            with self._expected_backward(), self._reducer.settings(self._reducer.sync, share):
+            with _expected_backward(), self._reducer.settings(self._reducer.sync, share):
                 (loss * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
                 if self._reducer.finished == before:
                     self._reducer.finish()
@@ -144,17 +157,12 @@ class Engine(nn.Module):
         self._is_scaled = True
         return loss * self.loss_scaler.scale
 
-    @contextmanager
-    def _expected_backward(self) -> Iterator[None]:
-        before, self._is_scaled = self._is_scaled, True
-        try:
-            yield
-        finally:
-            self._is_scaled = False if not before else before
-
     def _guard(self) -> None:
         """Refuse a ``loss.backward()`` that would leave wrong gradients."""
+        if _engine_backwards:  # of this engine, or of another one whose loss goes through this one's module
+            return
         if self._is_scaled:
+            self._is_scaled = False
             return
         if self.config.fp16.enabled:
             raise RuntimeError(
@@ -187,7 +195,6 @@ class Engine(nn.Module):
             else:
                 self.skipped_steps += 1
             optimizer.zero_grad()
-            self._is_scaled = False
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
         self.micro_steps += 1

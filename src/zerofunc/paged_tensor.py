@@ -71,15 +71,16 @@ class PagedTensor(torch.Tensor):
         """
         if meta is None:
             meta = torch.empty(slot.shape, dtype=page.dtype, device="meta")
-        self: PagedTensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            meta.shape,
-            strides=meta.stride(),
-            storage_offset=meta.storage_offset(),
-            storage_size=meta.untyped_storage().nbytes(),
-            dtype=meta.dtype,
-            device=page.master.device,
-        )
+        with torch.inference_mode(False):  # a view of a parameter shares its version counter
+            self: PagedTensor = torch.Tensor._make_wrapper_subclass(
+                cls,
+                meta.shape,
+                strides=meta.stride(),
+                storage_offset=meta.storage_offset(),
+                storage_size=meta.untyped_storage().nbytes(),
+                dtype=meta.dtype,
+                device=page.master.device,
+            )
         self._pager, self._page, self._slot = pager, page, slot
         self._meta, self._chain, self._cast_at = meta, chain, cast_at
         return self

@@ -2,13 +2,15 @@
 
 A post-accumulate-grad hook on each parameter takes the full local gradient away and packs it into its page's buffer.
 Such hooks fire for ``.backward()`` alone: they are silent under torch.func and torch.autograd.grad, so no transform
-leaves a trace here. Pages are reduced from the last to the first, on every rank, whatever order their gradients come
-in: a page early, once it and all pages after it have reported; the rest when the backward ends. Parameters that did
-not report count as zeros there; those that reported on no rank keep ``grad=None``, as in one process.
+leaves a trace here. Pages are reduced from the last to the first, all of them, on every rank, whatever order their
+gradients come in: a page early, once it and all pages after it have reported; the rest when the backward ends.
+Parameters that did not report count as zeros there; those that reported on no rank keep ``grad=None``, as in one
+process. What a backward has packed counts only when it ends: one that fails leaves nothing behind.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +24,14 @@ from zerofunc.pager import Page
 
 
 @dataclass
+class _Local:
+    """A page's unreduced gradient on this rank, and which of its slots hold something."""
+
+    buffer: torch.Tensor | None = None
+    written: set[int] = field(default_factory=set)
+
+
+@dataclass
 class _Flight:
     """A page whose reduction is under way: ``reduced`` holds this rank's part of the sum when it has landed."""
 
@@ -30,13 +40,21 @@ class _Flight:
     work: Work
 
 
-@dataclass
-class _Local:
-    """A page's unreduced gradient on this rank, and which of its slots have been written since it was empty."""
+class _Backward:
+    """One backward that is running: what it has packed, and how far its reductions have come."""
 
-    buffer: torch.Tensor | None = None
-    written: set[int] = field(default_factory=set)
-    reported: set[int] = field(default_factory=set)
+    def __init__(self, num_pages: int) -> None:
+        self.local = [_Local() for _ in range(num_pages)]
+        self.turn = num_pages - 1
+        self.flights: deque[_Flight] = deque()
+        self.landed: list[tuple[Page, torch.Tensor]] = []
+
+    def land(self, in_flight: int) -> None:
+        """Wait until at most ``in_flight`` reductions are under way."""
+        while len(self.flights) > in_flight:
+            flight = self.flights.popleft()
+            flight.work.wait()
+            self.landed.append((flight.page, flight.reduced))  # without the work, which holds the full gradient
 
 
 class Reducer:
@@ -45,6 +63,7 @@ class Reducer:
     Attributes:
         sync: Whether the next backward ends in a reduction. Otherwise gradients add up on this rank, full.
         scale: Factor on the gradients of a backward.
+        in_flight: The most pages whose reduction is under way; each holds a full page of gradient.
         finished: Number of backwards ended.
         owed: Whether a backward ended without the reduction that it needs.
         guard: Called when a backward first reports a gradient; it may raise to forbid the backward.
@@ -60,43 +79,38 @@ class Reducer:
         self.pool = BufferPool()
         self.finished = 0
         self.owed = False
-        self._task = -1
-        self._local = [_Local() for _ in pages]
-        self._turn = len(pages) - 1
-        self._flights: deque[_Flight] = deque()
-        self._landed: list[_Flight] = []
+        self._running: dict[int, _Backward] = {}  # by graph task; several where a backward calls another one
+        self._accumulated = [_Local() for _ in pages]
 
     def attach(self) -> None:
-        """Hook every parameter of the pages."""
+        """Hook every parameter of the pages. The hooks do not keep the reducer alive."""
         for number, page in enumerate(self.pages):
             for slot, parameter in enumerate(page.parameters):
-                parameter.register_post_accumulate_grad_hook(self._hook(number, slot))
+                parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), number, slot))
 
-    def _hook(self, number: int, slot: int) -> Callable[[torch.Tensor], None]:
-        def take_gradient(parameter: torch.Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is None:  # reached by the graph, but with an undefined gradient
-                return
-            task = torch._C._current_graph_task_id()
-            if task != self._task:  # a reentrant backward, inside another one, ends by itself
+    def take(self, number: int, slot: int, gradient: torch.Tensor) -> None:
+        """Collective where ``sync``. Add one parameter's local gradient to the backward that is running."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._running:
+            if not self._running:
                 self.guard()
-                self._task = task
-                torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-            with below_transforms():
-                self._pack(number, slot, gradient.detach())
-                if self.sync:
-                    self._reduce_ready()
+            self._running[task] = _Backward(len(self.pages))
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.finish(task))
+        backward = self._running[task]
+        with below_transforms():
+            self._pack(backward.local[number], self.pages[number], slot, gradient.detach())
+            if self.sync:
+                while backward.turn >= 0 and self._is_complete(backward, backward.turn):
+                    self._reduce_next(backward)
+                    backward.land(self.in_flight)
 
-        return take_gradient
-
-    def _pack(self, number: int, slot: int, gradient: torch.Tensor) -> None:
-        page, local = self.pages[number], self._local[number]
+    def _pack(self, local: _Local, page: Page, slot: int, gradient: torch.Tensor) -> None:
         layout = page.layout.slots[slot]
         if local.buffer is None:
             local.buffer = self.pool.take(page.layout.padded_numel, page.master.dtype, page.master.device)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        place = alias(local.buffer, layout.offset, layout.shape)
+        place = local.buffer.as_strided(layout.shape, layout.stride, layout.offset)
         factor = self.scale / self.axes.num_ranks
         if slot in local.written:
             place.add_(gradient, alpha=factor)
@@ -105,25 +119,17 @@ class Reducer:
         else:
             place.copy_(gradient).mul_(factor)
         local.written.add(slot)
-        local.reported.add(slot)
 
-    def _reduce_ready(self) -> None:
-        while self._turn >= 0 and len(self._local[self._turn].reported) == len(self.pages[self._turn].parameters):
-            self._reduce(self._turn)
-            self._turn -= 1
+    def _is_complete(self, backward: _Backward, number: int) -> bool:
+        return len(backward.local[number].written) == len(self.pages[number].parameters)
 
-    def _reduce(self, number: int) -> None:
-        """Collective. Start the reduction of a page; what did not report counts as zero."""
-        page, local = self.pages[number], self._local[number]
+    def _reduce_next(self, backward: _Backward) -> None:
+        """Collective. Start the reduction of the next page in turn; what did not report counts as zero."""
+        number, page = backward.turn, self.pages[backward.turn]
+        backward.turn -= 1
         dtype, device = page.master.dtype, page.master.device
-        full = local.buffer
-        if full is None:
-            full = self.pool.take(page.layout.padded_numel, dtype, device).zero_()
-        else:
-            for index, slot in enumerate(page.layout.slots):
-                if index not in local.written:
-                    full[slot.offset : slot.offset + slot.numel].zero_()
-            full[page.layout.numel :].zero_()
+        full = self._filled(self._merged(backward.local[number], self._accumulated[number], page), page)
+        backward.local[number] = _Local(None, backward.local[number].written)
         label = f"reduction of the gradient of {page.label}"
         if page.layout.num_shards == 1:
             reduced, work = full, self.axes.replicate.all_reduce(full, label)
@@ -133,65 +139,74 @@ class Reducer:
             if self.axes.replicate.size > 1:
                 work.wait()
                 work = self.axes.replicate.all_reduce(reduced, label)
-        self._local[number] = _Local()
-        self._flights.append(_Flight(page, reduced, work))
-        while len(self._flights) > self.in_flight:
-            self._land()
+        backward.flights.append(_Flight(page, reduced, work))
 
-    def _land(self) -> None:
-        flight = self._flights.popleft()
-        flight.work.wait()
-        self._landed.append(flight)
+    def _merged(self, local: _Local, other: _Local, page: Page) -> _Local:
+        """The sum of two unreduced gradients, in the first one's buffer, or the second's where the first has none."""
+        if other.buffer is None:
+            return local
+        if local.buffer is None:
+            local.buffer = self.pool.take(page.layout.padded_numel, other.buffer.dtype, other.buffer.device)
+        for slot in other.written:
+            layout = page.layout.slots[slot]
+            mine = local.buffer[layout.offset : layout.offset + layout.numel]
+            theirs = other.buffer[layout.offset : layout.offset + layout.numel]
+            mine.add_(theirs) if slot in local.written else mine.copy_(theirs)
+        local.written |= other.written
+        return local
 
-    def finish(self) -> None:
+    def _filled(self, local: _Local, page: Page) -> torch.Tensor:
+        """The page's gradient with zeros in padding and in slots that hold nothing."""
+        if local.buffer is None:
+            return self.pool.take(page.layout.padded_numel, page.master.dtype, page.master.device).zero_()
+        for index, slot in enumerate(page.layout.slots):
+            if index not in local.written:
+                local.buffer[slot.offset : slot.offset + slot.numel].zero_()
+        local.buffer[page.layout.numel :].zero_()
+        return local.buffer
+
+    def finish(self, task: int | None = None) -> None:
         """Collective where ``sync``. End a backward: reduce the pages that are left, and set ``shard.grad``.
 
         The autograd engine calls it; a rank whose backward reached none of the parameters must call it itself.
         """
-        self._task = -1
-        self.finished += 1
+        backward = self._running.pop(task, None) if task is not None else None
+        backward = backward or _Backward(len(self.pages))
+        with below_transforms():
+            if self.sync:
+                self._average(backward)
+                self._accumulated = [_Local() for _ in self.pages]
+            else:
+                pairs = zip(backward.local, self._accumulated, self.pages, strict=True)
+                self._accumulated = [self._merged(local, before, page) for local, before, page in pairs]
         self.owed = not self.sync
-        if self.sync:
-            with below_transforms():
-                self._finish()
-        for local in self._local:
-            local.reported.clear()
+        self.finished += 1
 
-    def _finish(self) -> None:
+    def _average(self, backward: _Backward) -> None:
+        while backward.turn >= 0:  # before ranks agree: another one may wait for these pages inside its backward
+            self._reduce_next(backward)
+            backward.land(self.in_flight)
         self.axes.agree("end of a backward")
-        sent = set(range(self._turn + 1, len(self.pages)))
-        flags = torch.tensor(
-            [
-                number in sent or slot in self._local[number].written
-                for number, page in enumerate(self.pages)
-                for slot in range(len(page.parameters))
-            ],
-            dtype=torch.uint8,
-        )
-        by_page = self.axes.any(flags).split([len(page.parameters) for page in self.pages])
-        reported = {page: flag.tolist() for page, flag in zip(self.pages, by_page, strict=True)}
-        for number in range(self._turn, -1, -1):
-            if any(reported[self.pages[number]]):
-                self._reduce(number)
-        while self._flights:
-            self._land()
-        self._turn = len(self.pages) - 1
-        landed, self._landed = self._landed, []
-        for flight in landed:
-            _accumulate(flight.page, flight.reduced, reported[flight.page], self._shard_rank(flight.page))
-
-    def _shard_rank(self, page: Page) -> int:
-        return self.axes.shard.rank if page.layout.num_shards > 1 else 0
+        flags = [
+            slot in local.written for local, page in zip(backward.local, self.pages, strict=True)
+            for slot in range(len(page.parameters))
+        ]  # fmt: skip
+        merged = self.axes.any(torch.tensor(flags, dtype=torch.uint8))
+        reported = dict(zip(self.pages, merged.split([len(page.parameters) for page in self.pages]), strict=True))
+        backward.land(0)
+        for page, reduced in backward.landed:
+            rank = self.axes.shard.rank if page.layout.num_shards > 1 else 0
+            _accumulate(page, reduced, reported[page].tolist(), rank)
 
     def discard(self) -> None:
-        """Forget the unreduced gradients, as after an error in a backward."""
-        while self._flights:
-            self._land()
-        self._landed.clear()
-        self._local = [_Local() for _ in self.pages]
-        self._turn = len(self.pages) - 1
-        self._task = -1
+        """Forget the unreduced gradients, as after an error in a backward. Waits for nobody."""
+        self._running.clear()
+        self._accumulated = [_Local() for _ in self.pages]
         self.owed = False
+
+    def forget_failed(self) -> None:
+        """Free what a backward that raised has packed; called where no backward runs."""
+        self._running.clear()
 
     @contextmanager
     def settings(self, sync: bool, scale: float) -> Iterator[None]:
@@ -202,6 +217,16 @@ class Reducer:
             yield
         finally:
             self.sync, self.scale = before
+
+
+def _hook(reducer: weakref.ref[Reducer], number: int, slot: int) -> Callable[[torch.Tensor], None]:
+    def take_gradient(parameter: torch.Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        alive = reducer()
+        if gradient is not None and alive is not None:  # the graph may reach it with an undefined gradient
+            alive.take(number, slot, gradient)
+
+    return take_gradient
 
 
 def _accumulate(page: Page, reduced: torch.Tensor, reported: list[int], rank: int) -> None:

@@ -42,8 +42,9 @@ class Usage:
         parameters: Logical number of parameters, tied ones once.
         held_bytes: Parameters, master shards, gradients (and optimizer state, where asked of an engine) kept here.
         gathered_bytes: Gathered pages alive now (stage 3).
-        gathered_peak_bytes: The most gathered page bytes ever alive.
+        gathered_peak_bytes: The most gathered page bytes ever alive: the budget, and what an operator was reading.
         gradient_peak_bytes: The most bytes of gradient buffers ever alive.
+        buffer_bytes: Allocated now for gathered pages and gradients under way, idle buffers included.
         moved_bytes: Sent by this rank for parameters and gradients so far.
     """
 
@@ -52,6 +53,7 @@ class Usage:
     gathered_bytes: int
     gathered_peak_bytes: int
     gradient_peak_bytes: int
+    buffer_bytes: int
     moved_bytes: int
 
 
@@ -66,7 +68,7 @@ class Sharding:
         self.pager = pager
         self.slots = {slot.name: (page, i) for page in pages for i, slot in enumerate(page.layout.slots)}
         trainable = [page for page in pages if page.shards[0].requires_grad]
-        self.reducer = Reducer(axes, trainable, in_flight=2 if stage >= 2 else len(pages))
+        self.reducer = Reducer(axes, trainable, in_flight=1 if stage >= 2 else len(pages))
         self.reducer.attach()
         ids = []
         for name, (page, index) in self.slots.items():
@@ -184,6 +186,7 @@ class Sharding:
             gathered_bytes=self.pager.pool.live_bytes(),
             gathered_peak_bytes=self.pager.pool.peak_bytes,
             gradient_peak_bytes=self.reducer.pool.peak_bytes,
+            buffer_bytes=self.pager.pool.nbytes + self.reducer.pool.nbytes + self.axes.shard.buffer_bytes,
             moved_bytes=self.axes.moved_bytes,
         )
 
@@ -415,7 +418,11 @@ def usage(module: nn.Module) -> Usage:
 
 def _before_forward(module: nn.Module, args: Any) -> None:
     sharding = module.__dict__.get("_zerofunc")  # None in a deep copy of a module at stages 0 to 2
-    if sharding is not None and sharding.stage < 3:  # at stage 3 the pager sees changes when it is read
+    if sharding is None:
+        return
+    if torch._C._current_graph_task_id() == -1:
+        sharding.reducer.forget_failed()
+    if sharding.stage < 3:  # at stage 3 the pager sees changes when it is read
         with torch._C._DisableFuncTorch():
             sharding.refresh()
 

@@ -144,6 +144,7 @@ def vdot(a: Tree, b: Tree, module: nn.Module | None = None) -> torch.Tensor:
     sharding = sharding_of(module) if module is not None else _only_sharding_with(a)
     parts = [torch.dot(a[name].detach(), b[name].detach().to(a[name].dtype)) for name in a]
     total = torch.stack(parts).sum()
+    sharding.axes.agree("vdot")
     return sharding.axes.shard.sum(total, "vdot")
 
 
@@ -153,6 +154,7 @@ def grad_norm(module: nn.Module) -> torch.Tensor:
     gradients = [shard.grad for name in sharding.slots if (shard := sharding.shard(name)).grad is not None]
     norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=sharding.pages[0].master.device)]
     squares = torch.stack([norm.double().square() for norm in norms]).sum()
+    sharding.axes.agree("norm of the gradient")
     return sharding.axes.shard.sum(squares, "norm of the gradient").sqrt()
 
 

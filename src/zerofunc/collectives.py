@@ -12,7 +12,7 @@ import datetime
 import functools
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -48,7 +48,7 @@ class Done:
 class Pending:
     """A collective under way on a process group; failures are raised as :class:`DivergenceError`."""
 
-    work: Any
+    works: Sequence[Any]
     axis: Axis
     label: str
     finish: Callable[[], object] | None = None
@@ -56,7 +56,8 @@ class Pending:
     def wait(self) -> None:
         """Block until the result may be used."""
         try:
-            self.work.wait()
+            for work in self.works:
+                work.wait()
         except RuntimeError as error:
             raise self.axis.lost(self.label, error) from error
         if self.finish is not None:
@@ -82,6 +83,7 @@ class Axis:
     moved_bytes: int = 0
     _control: dict[str, torch.Tensor] = field(default_factory=dict)
     _pieces: BufferPool = field(default_factory=BufferPool)
+    _tag: int = 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         """The same axis: process groups are not copied."""
@@ -152,10 +154,15 @@ class Axis:
                 full.copy_(shard)
             return Done()
         self.moved_bytes += shard.nbytes * (self.size - 1)
-        return Pending(_all_gather(full, shard, group=self.gather_group, async_op=True), self, label)
+        if dist.get_backend(self.gather_group) == "gloo":
+            pieces = full.view(self.size, -1)
+            if pieces[self.rank].data_ptr() != shard.data_ptr():
+                pieces[self.rank].copy_(shard)
+            return Pending(self._exchange([shard] * self.size, list(pieces), self.gather_group), self, label)
+        return Pending([_all_gather(full, shard, group=self.gather_group, async_op=True)], self, label)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str) -> Work:
-        """Collective. Start summing ``full`` [size * n] over ranks into this rank's ``shard`` [n]. Destroys ``full``.
+        """Collective. Start summing ``full`` [size * n] over ranks into this rank's ``shard`` [n].
 
         Reductions are issued in an order that does not depend on the program (see reduction.py), so ranks need not
         agree before each of them.
@@ -164,22 +171,39 @@ class Axis:
             shard.copy_(full)
             return Done()
         self.moved_bytes += full.nbytes * (self.size - 1) // self.size
-        if dist.get_backend(self.reduce_group) == "gloo":
-            return self._exchange_and_sum(shard, full, label)
-        return Pending(_reduce_scatter(shard, full, group=self.reduce_group, async_op=True), self, label)
+        if dist.get_backend(self.reduce_group) != "gloo":
+            return Pending([_reduce_scatter(shard, full, group=self.reduce_group, async_op=True)], self, label)
+        mine = full.view(self.size, -1)
+        others = self._pieces.take(full.numel() - shard.numel(), full.dtype, full.device).view(self.size - 1, -1)
+        pieces = [others[peer - (peer > self.rank)] if peer != self.rank else shard for peer in range(self.size)]
+        works = self._exchange(list(mine), pieces, self.reduce_group)
 
-    def _exchange_and_sum(self, shard: torch.Tensor, full: torch.Tensor, label: str) -> Work:
-        """A reduce-scatter of (size - 1) / size bytes: gloo's own one moves an all-reduce's."""
-        pieces = self._pieces.take(full.numel(), full.dtype, full.device)
-        work = dist.all_to_all_single(pieces, full, group=self.reduce_group, async_op=True)
-        return Pending(work, self, label, lambda: torch.sum(pieces.view(self.size, -1), 0, out=shard))
+        def add() -> None:
+            torch.sum(others, 0, out=shard).add_(mine[self.rank])
+
+        return Pending(works, self, label, add)
+
+    def _exchange(
+        self, sent: list[torch.Tensor], received: list[torch.Tensor], group: dist.ProcessGroup | None
+    ) -> list[Any]:
+        """Collective. Start sending ``sent[peer]`` to every other rank of the axis, and receiving from each.
+
+        gloo's own all-gather takes twice the time of this, and its reduce-scatter three times.
+        """
+        self._tag = (self._tag + 1) % (1 << 20)
+        works = []
+        for offset in range(1, self.size):
+            to, source = (self.rank + offset) % self.size, (self.rank - offset) % self.size
+            works.append(dist.isend(sent[to], group=group, group_dst=to, tag=self._tag))
+            works.append(dist.irecv(received[source], group=group, group_src=source, tag=self._tag))
+        return works
 
     def all_reduce(self, tensor: torch.Tensor, label: str) -> Work:
         """Collective. Start summing ``tensor`` over ranks in place."""
         if self.size == 1:
             return Done()
         self.moved_bytes += 2 * tensor.nbytes * (self.size - 1) // self.size
-        return Pending(dist.all_reduce(tensor, group=self.reduce_group, async_op=True), self, label)
+        return Pending([dist.all_reduce(tensor, group=self.reduce_group, async_op=True)], self, label)
 
     def sum(self, value: torch.Tensor, label: str) -> torch.Tensor:
         """Collective. Sum of a small tensor over ranks, in place."""

@@ -147,7 +147,6 @@ class Pager:
             return page.master
         resident = self._resident.get(page)
         if resident is None or resident.version != version:
-            self._resident.pop(page, None)
             with below_transforms():
                 resident = self._gather(page)
         if self._recent[1] is not page:
@@ -169,7 +168,7 @@ class Pager:
         if resident is not None and resident.buffer is buffer and (same_on_all_ranks or page in self._pinned):
             resident.version = page.versions()
         else:
-            self._resident.pop(page, None)
+            self._drop(page)
         if page in self._pinned and not same_on_all_ranks:
             self._uneven.add(page)
         page.note_changes()
@@ -189,7 +188,7 @@ class Pager:
                 if not self._pinned[page]:
                     del self._pinned[page]
             for page in self._uneven - self._pinned.keys():
-                self._resident.pop(page, None)
+                self._drop(page)
             self._uneven &= self._pinned.keys()
             self._make_room(0)
 
@@ -200,7 +199,7 @@ class Pager:
     def evict_all(self) -> None:
         """Drop every gathered page that is not pinned."""
         for page in [page for page in self._resident if page not in self._pinned]:
-            del self._resident[page]
+            self._drop(page)
         self.pool.clear()
 
     def _note_changes(self, page: Page) -> None:
@@ -213,11 +212,17 @@ class Pager:
             )
 
     def _gather(self, page: Page) -> _Resident:
+        self._drop(page)
         self._make_room(page.gathered_bytes)
         buffer = self.pool.take(page.layout.padded_numel, page.dtype, page.master.device)
         work = self.axes.shard.all_gather(buffer, page.master.to(page.dtype), f"gather of {page.label}")
         self._resident[page] = _Resident(buffer, page.versions(), work)
         return self._resident[page]
+
+    def _drop(self, page: Page) -> None:
+        resident = self._resident.pop(page, None)
+        if resident is not None:
+            resident.work.wait()  # its buffer is being written to
 
     def _make_room(self, wanted: int) -> None:
         held = sum(page.gathered_bytes for page in self._resident)
@@ -226,8 +231,7 @@ class Pager:
                 return
             if page not in self._pinned and page.gathered_bytes > self.persistence_bytes:
                 held -= page.gathered_bytes
-                self._resident[page].work.wait()
-                del self._resident[page]
+                self._drop(page)
 
     def _turn_to(self, page: Page) -> None:
         """Learn which page followed the last two (a forward and its backward run opposite ways), and prefetch.
@@ -243,6 +247,5 @@ class Pager:
         if not self.prefetch or not is_sure or self.is_resident(following):
             return
         if page.gathered_bytes + following.gathered_bytes <= self.resident_bytes:
-            self._resident.pop(following, None)
             with below_transforms():
                 self._gather(following)

@@ -81,6 +81,7 @@ class Reducer:
         self.owed = False
         self._running: dict[int, _Backward] = {}  # by graph task; several where a backward calls another one
         self._accumulated = [_Local() for _ in pages]
+        self._abandoned: list[_Flight] = []
 
     def attach(self) -> None:
         """Hook every parameter of the pages. The hooks do not keep the reducer alive."""
@@ -174,7 +175,11 @@ class Reducer:
         backward = backward or _Backward(len(self.pages))
         with below_transforms():
             if self.sync:
-                self._average(backward)
+                try:
+                    self._average(backward)
+                except BaseException:
+                    self._abandoned += backward.flights
+                    raise
                 self._accumulated = [_Local() for _ in self.pages]
             else:
                 pairs = zip(backward.local, self._accumulated, self.pages, strict=True)
@@ -200,13 +205,16 @@ class Reducer:
 
     def discard(self) -> None:
         """Forget the unreduced gradients, as after an error in a backward. Waits for nobody."""
-        self._running.clear()
+        self.forget_failed()
         self._accumulated = [_Local() for _ in self.pages]
         self.owed = False
 
     def forget_failed(self) -> None:
         """Free what a backward that raised has packed; called where no backward runs."""
-        self._running.clear()
+        if self._running:
+            # What was under way may still be written to; no rank waits for it any more.
+            self._abandoned += [flight for backward in self._running.values() for flight in backward.flights]
+            self._running.clear()
 
     @contextmanager
     def settings(self, sync: bool, scale: float) -> Iterator[None]:

@@ -17,8 +17,8 @@ SEED = int(os.environ.setdefault("ZEROFUNC_TEST_SEED", str(random.randrange(10**
 NOT_IN_PYTORCH = {
     "attention": {"jvp by forward_ad"},
     "conv": set(),
-    "gpt2": {"jvp by forward_ad"},
-    "llama": {"jvp by forward_ad"},
+    "gpt2": {"linearize", "jvp by forward_ad"},
+    "llama": {"linearize", "jvp by forward_ad"},
     "lstm": {
         "linearize", "vmap", "vmap(grad)", "vmap(jacrev)", "vmap(hessian)", "vmap(jvp(grad))",
         "functional_call: per-sample grad", "Laplacian (vmap of hessian)", "forces + energy",
@@ -29,46 +29,51 @@ NOT_IN_PYTORCH = {
 }  # fmt: skip
 
 
-def check(model, stage, cells=None, **options):
+def check(model, stage, cells, **options):
     setting = Setting(f"zerofunc.verify.models:{model}", seed=SEED, **options)
-    outcomes = verify_rank(setting, stage, [cell.name for cell in CELLS if cells is None or cell.name in cells])
+    outcomes = verify_rank(setting, stage, [cell.name for cell in CELLS if cell.name in cells])
     assert [outcome for outcome in outcomes if outcome.status not in (OK, CANNOT)] == [], setting
     assert {outcome.cell for outcome in outcomes if outcome.status == CANNOT} <= NOT_IN_PYTORCH[model], setting
 
 
-@pytest.mark.world_size(1, 2)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("model", ["mlp", "attention"])
-def test_every_transform_equals_plain_pytorch(model, stage):
-    check(model, stage)
-
-
-# The rest of the models at a spread of transforms: one of each kind that goes through other code.
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+EVERY = {cell.name for cell in CELLS}
+# One of each kind that goes through other code. The slow tests have every transform for every model.
 SPREAD = {
-    "forward", "grad", "vjp, pulled back outside", "jvp", "jacfwd", "hessian", "vmap(grad)", "grad(grad)",
-    "autograd.grad, create_graph", "forward_ad dual numbers", "functional_call: per-sample grad", "functional_call: jvp",
-    "autograd gradient penalty + loss", "func.grad penalty alone", "backward through a jvp",
-    "Laplacian (vmap of hessian)", "forces + energy",
+    "grad", "jvp", "vmap(grad)", "grad(grad)", "functional_call: per-sample grad", "autograd gradient penalty + loss",
+    "func.grad penalty alone", "backward through a jvp",
 }  # fmt: skip
 
 
+@pytest.mark.world_size(1, 2)
+@STAGES
+def test_every_transform_equals_plain_pytorch(stage):
+    check("mlp", stage, EVERY)
+
+
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("model", ["conv", "lstm", "shared", "gpt2", "llama"])
+@STAGES
+def test_every_transform_of_attention_equals_plain_pytorch(stage):
+    check("attention", stage, EVERY - {"linearize"})  # which takes as long as all others together
+
+
+@pytest.mark.world_size(1, 2)
+@STAGES
+@pytest.mark.parametrize("model", ["attention", "conv", "lstm", "shared", "gpt2", "llama"])
 def test_other_architectures_equal_plain_pytorch(model, stage):
     check(model, stage, SPREAD)
 
 
 @pytest.mark.slow
 @pytest.mark.world_size(1, 2)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("model", ["conv", "lstm", "shared", "gpt2", "llama"])
+@STAGES
+@pytest.mark.parametrize("model", ["attention", "conv", "lstm", "shared", "gpt2", "llama"])
 def test_every_transform_of_other_architectures_equals_plain_pytorch(model, stage):
-    check(model, stage)
+    check(model, stage, EVERY)
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@STAGES
 def test_four_ranks_equal_plain_pytorch(stage):
     check("mlp", stage, SPREAD)
 

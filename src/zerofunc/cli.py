@@ -122,7 +122,8 @@ def _run_stage(
 def _table(outcomes: list[Outcome], stages: list[int], setting: Setting, nproc: int) -> Table:
     versions = f"zerofunc {zerofunc.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     name = setting.model.rpartition(":")[2]
-    table = Table(title=f"{name}, {nproc} ranks, float64; {versions}")
+    precision = "float64" if setting.is_double else "float64 with float32 inside"
+    table = Table(title=f"{name}, {nproc} ranks, {precision}; {versions}")
     table.add_column("transform \\ stage", no_wrap=True)
     for stage in stages:
         table.add_column(str(stage), justify="center", min_width=7)

@@ -30,7 +30,7 @@ from zerofunc.pager import Page, Pager, shard_of
 from zerofunc.reduction import Reducer
 
 MIB = 1 << 20
-DEFAULT_PAGE_BYTES = 16 * MIB
+DEFAULT_PAGE_BYTES = 8 * MIB
 DEFAULT_RESIDENT_BYTES = 64 * MIB
 
 

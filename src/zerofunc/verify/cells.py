@@ -225,7 +225,7 @@ def _is_parameter_hvp(p: Probe, result: Any) -> Iterator[Pair]:
         leaves = {n: tensor.detach().clone().requires_grad_() for n, tensor in parameters.items()}
         return torch.autograd.grad(p.with_parameters(leaves).scalar(p.x), leaves[name])[0]
 
-    name = next(iter(result))
+    name = max(result, key=lambda n: result[n].norm().item())
     yield result[name], p.along_parameters(lambda q: gradient(q, name))
 
 

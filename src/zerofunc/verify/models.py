@@ -112,6 +112,13 @@ class FromEmbeddings(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model.eval()
+        for owner in list(model.modules()):
+            for name, child in owner.named_children():
+                if isinstance(child, nn.LayerNorm):
+                    setattr(owner, name, CompositeLayerNorm(child.normalized_shape[0]))
+                if type(child).__name__ == "LlamaRMSNorm":  # which computes in float32
+                    dim = next(child.parameters()).numel()
+                    setattr(owner, name, nn.RMSNorm(dim, eps=1e-5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, length, dim] to the last logits [batch, vocabulary]."""
@@ -146,7 +153,7 @@ def shared() -> tuple[nn.Module, torch.Tensor]:
 
 
 def gpt2() -> tuple[nn.Module, torch.Tensor]:
-    """A tiny GPT-2 of transformers with eager attention."""
+    """A tiny GPT-2 of transformers with eager attention and composite LayerNorm."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(  # type: ignore[call-arg]
@@ -157,11 +164,24 @@ def gpt2() -> tuple[nn.Module, torch.Tensor]:
 
 
 def llama() -> tuple[nn.Module, torch.Tensor]:
-    """A tiny Llama of transformers with eager attention (RMSNorm, rotary positions, grouped queries)."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A tiny Llama of transformers (rotary positions, grouped queries) with attention written out in float64."""
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
+    AttentionInterface.register("composite", _composite_attention)
     config = LlamaConfig(  # type: ignore[call-arg]
         vocab_size=7, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=8, attn_implementation="eager",
+        num_key_value_heads=1, max_position_embeddings=8, attn_implementation="composite",
     )  # fmt: skip
     return FromEmbeddings(LlamaForCausalLM(config)), torch.randn(2, 3, 8)
+
+
+def _composite_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, **options: object
+) -> tuple[torch.Tensor, None]:
+    """Causal attention for transformers, whose eager one computes its softmax in float32."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    causal = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    scores = (query @ key.transpose(-1, -2)) / query.shape[-1] ** 0.5
+    weights = torch.softmax(scores.masked_fill(~causal, float("-inf")), -1)
+    return (weights @ value).transpose(1, 2), None

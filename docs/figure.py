@@ -29,7 +29,9 @@ def draw() -> plt.Figure:
     figure, ax = plt.subplots(figsize=(10, 4.6), dpi=110)
     ax.set(xlim=(0, 12), ylim=(0, 5.6))
     ax.axis("off")
-    above = "torch.func:  grad · vjp · jvp · hessian · vmap · linearize       autograd:  saves the wrapper, never the weight"
+    above = (
+        "torch.func:  grad · vjp · jvp · hessian · vmap · linearize      autograd: saves the wrapper, never the weight"
+    )
     box(ax, 0.2, 4.5, 11.6, 0.8, above, GREY)
     box(ax, 0.2, 2.95, 3.6, 0.8, "F.linear(x, weight)\nPagedTensor: full shape, no data", "white")
     box(ax, 4.9, 2.95, 2.8, 0.8, "Pager\nfew pages resident", "white")

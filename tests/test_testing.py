@@ -214,7 +214,8 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("how", ["path", pytest.param("module", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["path", "module"])
 def test_a_scripts_own_functions_run(tmp_path, how):
     text = textwrap.dedent(SCRIPT).format(guard='if __name__ == "__main__":').replace("\nwith", "\n  with")
     (tmp_path / "script.py").write_text(text.replace("\n    print", "\n      print"))
@@ -225,6 +226,7 @@ def test_a_scripts_own_functions_run(tmp_path, how):
     assert run.stdout == "[3, 12]\n", run.stderr
 
 
+@pytest.mark.slow
 def test_a_script_without_guard_is_told(tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT).format(guard=""))
     run = subprocess.run(

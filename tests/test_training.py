@@ -136,6 +136,21 @@ def test_ranks_may_differ_inside_gathered(stage):
         assert_same(engine, model)
 
 
+@pytest.mark.world_size(2)
+def test_ranks_that_read_in_another_order_inside_gathered_agree_afterwards():
+    engine, model = engine_of(build(Net), 3, zerofunc={"page_bytes": 160, "resident_bytes": 500}), build(Net)
+    optimizer = adamw(model)
+    for step in range(6):
+        parameters = list(engine.module.parameters())
+        with zerofunc.gathered(engine.module), torch.no_grad():
+            for parameter in parameters if dist.get_rank() == 0 else reversed(parameters):
+                parameter.sum()
+        engine.backward(fit(engine, step, dist.get_rank()))
+        engine.step()
+        step_reference(model, optimizer, fit, step)
+        assert_same(engine, model)
+
+
 def no_head_on_the_first_rank(model, step, rank):
     x = data(step, rank)
     return (model.encode(x) if rank == 0 else model(x)).square().mean()

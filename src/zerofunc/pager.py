@@ -149,7 +149,7 @@ class Pager:
         if resident is None or resident.version != version:
             with below_transforms():
                 resident = self._gather(page)
-        if self._recent[1] is not page:
+        if self._recent[1] is not page and page not in self._pinned:  # ranks may read pinned pages in any order
             self._resident.move_to_end(page)
             self._turn_to(page)
         resident.work.wait()

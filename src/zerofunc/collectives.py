@@ -94,6 +94,10 @@ class Axis:
         """Bytes allocated for the pieces of a reduce-scatter."""
         return self._pieces.nbytes
 
+    def free_buffers(self) -> None:
+        """Free the idle ones of those."""
+        self._pieces.clear()
+
     # -- agreement ----------------------------------------------------------------------------------------------
 
     def agree(self, label: str) -> None:
@@ -206,8 +210,9 @@ class Axis:
         return Pending([dist.all_reduce(tensor, group=self.reduce_group, async_op=True)], self, label)
 
     def sum(self, value: torch.Tensor, label: str) -> torch.Tensor:
-        """Collective. Sum of a small tensor over ranks, in place."""
-        self.all_reduce(value, label).wait()
+        """Collective. Sum of a small tensor over ranks, in place; not counted as moved."""
+        if self.size > 1:
+            Pending([dist.all_reduce(value, group=self.reduce_group, async_op=True)], self, label).wait()
         return value
 
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:

@@ -64,15 +64,17 @@ class Reducer:
         sync: Whether the next backward ends in a reduction. Otherwise gradients add up on this rank, full.
         scale: Factor on the gradients of a backward.
         in_flight: The most pages whose reduction is under way; each holds a full page of gradient.
+        keep_idle: Whether full-page buffers are kept from one backward to the next.
         finished: Number of backwards ended.
         owed: Whether a backward ended without the reduction that it needs.
         guard: Called when a backward first reports a gradient; it may raise to forbid the backward.
     """
 
-    def __init__(self, axes: Axes, pages: list[Page], in_flight: int) -> None:
+    def __init__(self, axes: Axes, pages: list[Page], in_flight: int, keep_idle: bool) -> None:
         self.axes = axes
         self.pages = pages
         self.in_flight = in_flight
+        self.keep_idle = keep_idle
         self.sync = True
         self.scale = 1.0
         self.guard: Callable[[], None] = lambda: None
@@ -184,6 +186,10 @@ class Reducer:
             else:
                 pairs = zip(backward.local, self._accumulated, self.pages, strict=True)
                 self._accumulated = [self._merged(local, before, page) for local, before, page in pairs]
+        del backward
+        if not self.keep_idle:
+            self.pool.clear()
+            self.axes.shard.free_buffers()
         self.owed = not self.sync
         self.finished += 1
 

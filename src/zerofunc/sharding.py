@@ -68,7 +68,7 @@ class Sharding:
         self.pager = pager
         self.slots = {slot.name: (page, i) for page in pages for i, slot in enumerate(page.layout.slots)}
         trainable = [page for page in pages if page.shards[0].requires_grad]
-        self.reducer = Reducer(axes, trainable, in_flight=1 if stage >= 2 else len(pages))
+        self.reducer = Reducer(axes, trainable, in_flight=1 if stage >= 2 else len(pages), keep_idle=stage < 2)
         self.reducer.attach()
         ids = []
         for name, (page, index) in self.slots.items():

@@ -15,7 +15,7 @@ SEED = int(os.environ.setdefault("ZEROFUNC_TEST_SEED", str(random.randrange(10**
 
 # What PyTorch 2.13 itself cannot do with these models.
 NOT_IN_PYTORCH = {
-    "attention": {"jvp by forward_ad"},
+    "attention": set(),
     "conv": set(),
     "gpt2": {"linearize", "jvp by forward_ad"},
     "llama": {"linearize", "jvp by forward_ad"},

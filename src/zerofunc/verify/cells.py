@@ -7,6 +7,7 @@ direction, and a central difference of something one derivative lower, so that p
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -262,8 +263,10 @@ def _(p: Probe) -> Any:
 
 @_computes("linearize", INPUTS, _is_push)
 def _(p: Probe) -> Any:
-    value, push = linearize(p.call, p.x)
-    return value, push(p.v)
+    with warnings.catch_warnings():  # PyTorch's own, of the graph that it makes
+        warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node")
+        value, push = linearize(p.call, p.x)
+        return value, push(p.v)
 
 
 @_computes("jacrev", INPUTS, _is_jacobian)

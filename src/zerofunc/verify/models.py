@@ -1,7 +1,8 @@
 """Small models to verify on. Each factory returns ``(module, example)`` with ``module(example)`` a tensor.
 
 The example's first dimension is the batch. Attention is written out and LayerNorm is composite: PyTorch's fused
-attention has no second derivative, and its LayerNorm gives wrong gradients for a backward through a jvp.
+attention has no second derivative, its softmax no backward through a forward_ad tangent, and its LayerNorm gives wrong
+gradients for a backward through a jvp.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Attention(nn.Module):
         """[batch, length, dim] to [batch, 2]."""
         batch, length, dim = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        weights = torch.softmax(q @ k.transpose(-1, -2) / (dim // self.heads) ** 0.5, -1)
+        scores = q @ k.transpose(-1, -2) / (dim // self.heads) ** 0.5
+        weights = torch.exp(scores - scores.amax(-1, keepdim=True).detach())
+        weights = weights / weights.sum(-1, keepdim=True)
         x = x + self.out((weights @ v).transpose(1, 2).reshape(batch, length, dim))
         x = x + self.down(F.gelu(self.up(self.norm2(x))))
         result: torch.Tensor = self.readout(x).mean(1)

@@ -2,7 +2,8 @@
 
 from zerofunc.collectives import DivergenceError
 from zerofunc.config import ConfigError
-from zerofunc.engine import Engine, initialize
+from zerofunc.engine import Engine
+from zerofunc.initialization import initialize
 from zerofunc.sharding import Usage, refresh, shard, shards, usage
 from zerofunc.trees import clip_grad_norm_, full_gradients, gathered, reshard, unshard, vdot
 

@@ -180,7 +180,7 @@ class EngineConfig(_Section):
     resident_bytes: Count | None = None
     """Bound on gathered pages at stage 3; None lets the engine choose."""
     persistence_bytes: Count | None = None
-    """Parameters smaller than this stay gathered; None lets the engine choose."""
+    """Pages of at most this size stay gathered at stage 3; None lets the engine choose."""
     prefetch: StrictBool = True
     """Whether pages are fetched ahead of use."""
     timeout_s: Annotated[Number, Field(gt=0)] | None = None

@@ -6,39 +6,25 @@ Nothing of it happens in a forward or in a hook on an output, so that transforms
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader
 
-from zerofunc.collectives import DEFAULT_TIMEOUT_S, join_processes
-from zerofunc.config import Config, load_config
-from zerofunc.optimizers import build_optimizer, refuse_not_elementwise
+from zerofunc.config import Config
 from zerofunc.precision import LossScaler, cast_floating
-from zerofunc.schedules import build_scheduler
 from zerofunc.sharding import (
-    DEFAULT_PAGE_BYTES,
-    DEFAULT_RESIDENT_BYTES,
-    Sharding,
     Usage,
-    owner_of,
-    shard,
     sharding_of,
     shards,
 )
 from zerofunc.trees import grad_norm, scale_gradients
-
-OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
-SchedulerFactory = Callable[[Optimizer], LRScheduler]
-
 
 _engine_backwards: list[None] = []  # one entry per running one; of the process, as autograd has threads of its own
 
@@ -54,7 +40,7 @@ def _expected_backward() -> Iterator[None]:
 
 
 class Engine(nn.Module):
-    """A sharded module with what trains it. Made by :func:`initialize`.
+    """A sharded module with what trains it. Made by :func:`zerofunc.initialize`.
 
     ``engine(...)`` is ``engine.module(...)``, to be transformed by torch.func as it is. Attributes that the engine
     does not have are the module's.
@@ -289,83 +275,6 @@ class Engine(nn.Module):
         return replace(usage, held_bytes=usage.held_bytes + sum(tensor.nbytes for tensor in tensors))
 
 
-def initialize(
-    model: nn.Module,
-    config: str | os.PathLike[str] | dict[str, Any],
-    optimizer: Optimizer | OptimizerFactory | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Dataset[Any] | None = None,
-    lr_scheduler: LRScheduler | SchedulerFactory | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    mesh: DeviceMesh | None = None,
-) -> tuple[Engine, Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
-    """Collective. Shard ``model`` and make the engine that trains it.
-
-    Starts torch.distributed from torchrun's environment where it is not started. Every rank begins with the
-    parameters of the first rank.
-
-    Args:
-        model: A module in float32 (or float64); ``bf16`` and ``fp16`` in the config choose what it computes in.
-        config: Path, JSON text or dict in DeepSpeed's format.
-        optimizer: An optimizer built on the model's parameters, which is moved to the shards with its groups, or a
-            function from parameter groups to one. Must be elementwise. Overrides the config's.
-        model_parameters: Parameters or group dicts to train; all trainable ones by default.
-        training_data: A dataset; the loader gives each rank its own part in micro-batches.
-        lr_scheduler: A schedule of ``optimizer``, or a function from the optimizer to one. Overrides the config's.
-        collate_fn: For the loader.
-        mesh: One axis (shard) or two (replicate, shard) of data-parallel ranks.
-
-    Returns:
-        ``(engine, optimizer, dataloader, lr_scheduler)``; what does not apply is None.
-
-    Raises:
-        ConfigError: If the config contradicts itself or cannot be honoured.
-        ValueError: If the model or an argument cannot be used.
-    """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
-    if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, Optimizer):
-        raise ValueError("lr_scheduler is an instance; give the optimizer instance that it schedules too")
-    if isinstance(optimizer, Optimizer):
-        refuse_not_elementwise(optimizer)
-        if optimizer.state:
-            raise ValueError("the optimizer has stepped already; its state is not sharded. Give a fresh one")
-    num_ranks = join_processes() if mesh is None else mesh.size()
-    resolved = load_config(config, num_ranks)
-    if torch.accelerator.is_available():
-        model.to(torch.accelerator.current_accelerator())
-    shard(model, resolved.zero_optimization.stage, mesh, **_shard_options(resolved))
-    made = _optimizer(model, resolved, optimizer, model_parameters)
-    schedule = _scheduler(resolved, made, lr_scheduler)
-    loader = _loader(sharding_of(model), resolved, training_data, collate_fn)
-    return Engine(model, resolved, made, schedule, loader), made, loader, schedule
-
-
-def _shard_options(config: Config) -> dict[str, Any]:
-    ours, zero = config.zerofunc, config.zero_optimization
-    param_dtype = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
-    itemsize = 4 if param_dtype is None else 2
-    page_bytes, resident_bytes = ours.page_bytes, ours.resident_bytes
-    if page_bytes is None:
-        bucket = zero.reduce_bucket_size if zero.stage < 3 else zero.stage3_prefetch_bucket_size
-        page_bytes = min(DEFAULT_PAGE_BYTES, bucket * itemsize) if bucket else DEFAULT_PAGE_BYTES
-    if resident_bytes is None:
-        live = zero.stage3_max_live_parameters
-        resident_bytes = DEFAULT_RESIDENT_BYTES if live is None else live * itemsize
-    persistence_bytes = ours.persistence_bytes
-    if persistence_bytes is None:
-        persistence_bytes = (zero.stage3_param_persistence_threshold or 0) * itemsize
-    return {
-        "page_bytes": page_bytes,
-        "resident_bytes": resident_bytes,
-        "persistence_bytes": persistence_bytes,
-        "prefetch": ours.prefetch and zero.stage3_prefetch_bucket_size != 0,
-        "unsplit": ours.unsplit,
-        "timeout_s": ours.timeout_s or DEFAULT_TIMEOUT_S,
-        "param_dtype": param_dtype,
-    }
-
-
 def _loss_scaler(config: Config) -> LossScaler:
     fp16 = config.fp16
     if not fp16.enabled:
@@ -376,82 +285,3 @@ def _loss_scaler(config: Config) -> LossScaler:
         2.0**fp16.initial_scale_power, True, fp16.loss_scale_window, fp16.hysteresis, fp16.consecutive_hysteresis,
         float(fp16.min_loss_scale),
     )  # fmt: skip
-
-
-def _optimizer(
-    model: nn.Module,
-    config: Config,
-    optimizer: Optimizer | OptimizerFactory | None,
-    model_parameters: Iterable[Any] | None,
-) -> Optimizer | None:
-    if isinstance(optimizer, Optimizer):
-        for group in optimizer.param_groups:
-            group["params"] = [_shard_of(model, parameter) for parameter in group["params"]]
-        return optimizer
-    groups = _groups(model, model_parameters)
-    if optimizer is not None:
-        made = optimizer(groups)
-        refuse_not_elementwise(made)
-        return made
-    if config.optimizer is not None:
-        return build_optimizer(groups, config.optimizer.type, config.optimizer.params)
-    return None
-
-
-def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[dict[str, Any]]:
-    if model_parameters is None:
-        return [{"params": list(shards(model).values())}]
-    entries = list(model_parameters)
-    if not all(isinstance(entry, dict) for entry in entries):
-        entries = [{"params": entries}]
-    groups = []
-    for entry in entries:
-        parameters = [entry["params"]] if isinstance(entry["params"], torch.Tensor) else list(entry["params"])
-        parameters = [p[1] if isinstance(p, tuple) else p for p in parameters]
-        groups.append({**entry, "params": [_shard_of(model, p) for p in parameters if p.requires_grad]})
-    return [group for group in groups if group["params"]]
-
-
-def _shard_of(model: nn.Module, parameter: torch.Tensor) -> torch.Tensor:
-    owner = owner_of(parameter)
-    if owner is None or owner.sharding() is not sharding_of(model):
-        raise ValueError(
-            f"the optimizer's parameters include one of shape {tuple(parameter.shape)} that is not the model's"
-        )
-    return sharding_of(model).shard(owner.name)
-
-
-def _scheduler(
-    config: Config, optimizer: Optimizer | None, lr_scheduler: LRScheduler | SchedulerFactory | None
-) -> LRScheduler | None:
-    if isinstance(lr_scheduler, LRScheduler):
-        return lr_scheduler
-    if lr_scheduler is None and config.scheduler is None:
-        return None
-    if optimizer is None:
-        raise ValueError("there is a scheduler but no optimizer to schedule")
-    if lr_scheduler is not None:
-        return lr_scheduler(optimizer)
-    assert config.scheduler is not None
-    return build_scheduler(optimizer, config.scheduler.type, config.scheduler.params)
-
-
-def _loader(
-    sharding: Sharding,
-    config: Config,
-    dataset: Dataset[Any] | None,
-    collate_fn: Callable[[list[Any]], Any] | None,
-) -> DataLoader[Any] | None:
-    if dataset is None:
-        return None
-    sampler: DistributedSampler[Any] | None = None
-    if not isinstance(dataset, IterableDataset):
-        axes = sharding.axes
-        sampler = DistributedSampler(dataset, axes.num_ranks, axes.rank, drop_last=config.dataloader_drop_last)
-    return DataLoader(
-        dataset,
-        config.train_micro_batch_size_per_gpu,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=config.dataloader_drop_last,
-    )

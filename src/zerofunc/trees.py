@@ -10,7 +10,7 @@ from torch import nn
 
 from zerofunc.paged_tensor import PagedTensor
 from zerofunc.pager import Page, Pager
-from zerofunc.sharding import Sharding, owner_of, sharding_of
+from zerofunc.sharding import Sharding, owner_of, sharding_of, shardings
 
 Tree = Mapping[str, torch.Tensor]
 
@@ -32,15 +32,15 @@ def gathered(module_or_params: nn.Module | Iterable[torch.Tensor], write: bool =
     is_module = isinstance(module_or_params, nn.Module)
     parameters = list(module_or_params.parameters() if is_module else module_or_params)  # type: ignore[union-attr,arg-type]
     owners = [owner_of(parameter) for parameter in parameters]
-    shardings = list(dict.fromkeys(s for o in owners if o is not None and (s := o.sharding()) is not None))
-    if not shardings and parameters:
+    involved = list(dict.fromkeys(s for o in owners if o is not None and (s := o.sharding()) is not None))
+    if not involved and parameters:
         raise ValueError("gathered() was given no parameter of a sharded module")
     wanted: dict[Pager, dict[Page, None]] = {}
     for parameter in parameters:
         if isinstance(parameter, PagedTensor):
             wanted.setdefault(parameter._pager, {})[parameter._page] = None
     if write:
-        for sharding in shardings:
+        for sharding in involved:
             if sharding.stage == 3:
                 wanted[sharding.pager] = dict.fromkeys(sharding.pages)
     with ExitStack() as stack:
@@ -48,7 +48,7 @@ def gathered(module_or_params: nn.Module | Iterable[torch.Tensor], write: bool =
             stack.enter_context(pager.pinned(sorted(pages, key=lambda page: page.layout.index)))
         yield
         if write:
-            for sharding in shardings:
+            for sharding in involved:
                 sharding.take_first_rank()
 
 
@@ -180,8 +180,6 @@ def scale_gradients(module: nn.Module, factor: torch.Tensor) -> None:
 
 
 def _only_sharding_with(tree: Tree) -> Sharding:
-    from zerofunc.sharding import shardings
-
     fitting = [
         sharding
         for sharding in shardings()

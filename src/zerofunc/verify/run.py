@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zerofunc.engine import Engine, initialize
+from zerofunc.engine import Engine
+from zerofunc.initialization import initialize
 from zerofunc.sharding import shards
 from zerofunc.testing import report
 from zerofunc.trees import full_gradients, unshard

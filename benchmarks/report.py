@@ -16,6 +16,10 @@ from zerofunc.sharding import DEFAULT_RESIDENT_BYTES
 
 FLOAT_BYTES = 4
 # The most that func.grad may take, over the plain module.
+TRAIN_TARGETS = {
+    **dict.fromkeys(("stage0", "stage1", "stage2"), "<= 1.00 ddp"),
+    "stage3": "<= 1.00 fsdp2, 1.25 ddp",
+}
 GRAD_TARGETS = {"stage0": 1.05, "stage1": 1.05, "stage2": 1.05, "stage3": 1.25}
 
 
@@ -123,11 +127,12 @@ def training_sheet(timing: Timing) -> Sheet:
             spread(ratios(timing.train_s, name, "single")),
             spread(ratios(timing.train_s, name, "ddp")),
             spread(ratios(timing.train_s, name, "fsdp2")) if name == "stage3" else "",
+            TRAIN_TARGETS.get(name, ""),
             f"{timing.losses[name]:.4f}",
         ]
         for name, seconds in timing.train_s.items()
     ]
-    columns = ["contender", "s / step", "x single", "x ddp", "x fsdp2", "last loss"]
+    columns = ["contender", "s / step", "x single", "x ddp", "x fsdp2", "target", "last loss"]
     note = "`single` does the same work on every rank without communication, so that its loss is another one."
     return Sheet("Training step", columns, rows, note)
 

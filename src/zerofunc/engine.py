@@ -24,7 +24,7 @@ from zerofunc.sharding import (
     sharding_of,
     shards,
 )
-from zerofunc.trees import grad_norm, scale_gradients
+from zerofunc.trees import clip_factor, grad_norm, scale_gradients
 
 _engine_backwards: list[None] = []  # one entry per running one; of the process, as autograd has threads of its own
 
@@ -196,7 +196,7 @@ class Engine(nn.Module):
             if not finite:
                 return False
         if limit > 0:
-            scale_gradients(self.module, (limit / (self._grad_norm + 1e-6)).clamp(max=1.0) / scale)
+            scale_gradients(self.module, clip_factor(self._grad_norm, limit) / scale)
         elif scale != 1.0:
             scale_gradients(self.module, torch.tensor(1.0 / scale))
         return True

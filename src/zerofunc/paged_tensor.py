@@ -342,8 +342,7 @@ def _write_through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wri
     with below_transforms():
         for target in written:
             page, pager = target._page, target._pager
-            rank = pager.axes.shard.rank if page.layout.num_shards > 1 else 0
-            page.take_over(flats[page], [page.layout.slots.index(target._slot)], rank)
+            page.take_over(flats[page], [page.layout.slots.index(target._slot)], pager.axes.shard.rank)
             pager.wrote(page, flats[page], same_on_all_ranks)
     back = {id(plain[id(target)]): target for target in written}
     return pytree.tree_map_only(torch.Tensor, lambda tensor: back.get(id(tensor), tensor), result)

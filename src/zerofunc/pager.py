@@ -67,6 +67,11 @@ class Page:
         return sum([shard._version for shard in self.shards])
 
     @property
+    def is_its_own_copy(self) -> bool:
+        """Whether the shard is the whole page, in the parameters' data type, so that nothing needs gathering."""
+        return self.layout.num_shards == 1 and self.master.dtype == self.dtype
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes of the gathered page."""
         return self.layout.padded_numel * self.dtype.itemsize
@@ -143,7 +148,7 @@ class Pager:
         version = page.versions()
         if version != page.noted:
             self._note_changes(page)
-        if page.layout.num_shards == 1 and page.master.dtype == page.dtype:
+        if page.is_its_own_copy:
             return page.master
         resident = self._resident.get(page)
         if resident is None or resident.version != version:
@@ -159,8 +164,7 @@ class Pager:
     def is_resident(self, page: Page) -> bool:
         """Whether reading the page needs no communication."""
         resident = self._resident.get(page)
-        kept = page.layout.num_shards == 1 and page.master.dtype == page.dtype
-        return kept or (resident is not None and resident.version == page.versions())
+        return page.is_its_own_copy or (resident is not None and resident.version == page.versions())
 
     def wrote(self, page: Page, buffer: torch.Tensor, same_on_all_ranks: bool) -> None:
         """Tell that ``buffer`` and this rank's shard were changed alike; otherwise the copy is gathered anew."""
@@ -195,12 +199,6 @@ class Pager:
     def is_pinned(self, page: Page) -> bool:
         """Whether the page is held resident by a ``gathered`` context."""
         return page in self._pinned
-
-    def evict_all(self) -> None:
-        """Drop every gathered page that is not pinned."""
-        for page in [page for page in self._resident if page not in self._pinned]:
-            self._drop(page)
-        self.pool.clear()
 
     def _note_changes(self, page: Page) -> None:
         """An optimizer's step is noted when it ends, and autograd refuses a stale backward; this is for the rest."""

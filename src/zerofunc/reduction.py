@@ -206,8 +206,7 @@ class Reducer:
         reported = dict(zip(self.pages, merged.split([len(page.parameters) for page in self.pages]), strict=True))
         backward.land(0)
         for page, reduced in backward.landed:
-            rank = self.axes.shard.rank if page.layout.num_shards > 1 else 0
-            _accumulate(page, reduced, reported[page].tolist(), rank)
+            _accumulate(page, reduced, reported[page].tolist(), self.axes.shard.rank)
 
     def discard(self) -> None:
         """Forget the unreduced gradients, as after an error in a backward. Waits for nobody."""

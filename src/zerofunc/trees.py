@@ -58,12 +58,16 @@ def full_gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
     One gather per page that has a gradient. None for parameters without one (unused on all ranks).
     """
     sharding = sharding_of(module)
-    parts = {name: shard.grad for name in sharding.slots if (shard := sharding.shard(name)).grad is not None}
+    parts = _gradients(sharding)
     full: dict[str, torch.Tensor | None] = dict.fromkeys(
         name for name in sharding.slots if sharding.shard(name).requires_grad
     )
     full.update(_unshard(sharding, parts))
     return full
+
+
+def _gradients(sharding: Sharding) -> dict[str, torch.Tensor]:
+    return {name: shard.grad for name in sharding.slots if (shard := sharding.shard(name)).grad is not None}
 
 
 def unshard(module: nn.Module, tree: Tree) -> dict[str, torch.Tensor]:
@@ -151,7 +155,7 @@ def vdot(a: Tree, b: Tree, module: nn.Module | None = None) -> torch.Tensor:
 def grad_norm(module: nn.Module) -> torch.Tensor:
     """Collective. L2 norm of the mean gradient over all parameters and all ranks' shards, a float64 scalar."""
     sharding = sharding_of(module)
-    gradients = [shard.grad for name in sharding.slots if (shard := sharding.shard(name)).grad is not None]
+    gradients = list(_gradients(sharding).values())
     norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=sharding.pages[0].master.device)]
     squares = torch.stack([norm.double().square() for norm in norms]).sum()
     sharding.axes.agree("norm of the gradient")
@@ -167,14 +171,18 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> torch.Tensor:
         The norm before, a float64 scalar.
     """
     norm = grad_norm(module)
-    scale_gradients(module, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    scale_gradients(module, clip_factor(norm, max_norm))
     return norm
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Local. What clips gradients of this norm, at most 1."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def scale_gradients(module: nn.Module, factor: torch.Tensor) -> None:
     """Local. Multiply the gradients of the shards by a scalar, in place."""
-    sharding = sharding_of(module)
-    gradients = [shard.grad for name in sharding.slots if (shard := sharding.shard(name)).grad is not None]
+    gradients = list(_gradients(sharding_of(module)).values())
     if gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 

@@ -24,7 +24,7 @@ from zerofunc.initialization import initialize
 from zerofunc.sharding import shards
 from zerofunc.testing import report
 from zerofunc.trees import full_gradients, unshard
-from zerofunc.verify.cells import CELLS, Cell, Probe, Tensors
+from zerofunc.verify.cells import CELLS, Cell, Probe
 
 OK, WRONG, ERROR, CANNOT = "ok", "wrong", "error", "PyTorch cannot"
 
@@ -295,4 +295,4 @@ def merge(per_rank: list[list[Outcome]]) -> list[Outcome]:
     return merged
 
 
-__all__ = ["CANNOT", "CELLS", "ERROR", "OK", "WRONG", "Outcome", "Setting", "Tensors", "merge", "verify_rank"]
+__all__ = ["CANNOT", "CELLS", "ERROR", "OK", "WRONG", "Outcome", "Setting", "merge", "verify_rank"]

@@ -4,8 +4,9 @@ from zerofunc.collectives import DivergenceError
 from zerofunc.config import ConfigError
 from zerofunc.engine import Engine
 from zerofunc.initialization import initialize
+from zerofunc.parameter_space import functional_call, jacfwd
 from zerofunc.sharding import Usage, refresh, shard, shards, usage
-from zerofunc.trees import clip_grad_norm_, full_gradients, gathered, reshard, unshard, vdot
+from zerofunc.trees import clip_grad_norm_, draw, full_gradients, gathered, mean, reshard, unshard, vdot
 
 __all__ = [
     "ConfigError",
@@ -13,9 +14,13 @@ __all__ = [
     "Engine",
     "Usage",
     "clip_grad_norm_",
+    "draw",
     "full_gradients",
+    "functional_call",
     "gathered",
     "initialize",
+    "jacfwd",
+    "mean",
     "refresh",
     "reshard",
     "shard",

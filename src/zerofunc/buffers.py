@@ -20,6 +20,13 @@ def below_transforms() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Like :func:`below_transforms`, for code that a transformed function calls, above functorch's levels."""
+    with torch._C._DisableFuncTorch(), below_transforms():
+        yield
+
+
 def alias(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
     """A contiguous tensor over ``flat``'s memory with a version counter of its own.
 

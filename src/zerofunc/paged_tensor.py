@@ -45,7 +45,7 @@ class PagedTensor(torch.Tensor):
     _slot: Slot
     _chain: tuple[Step, ...]
     _meta: torch.Tensor
-    _cast_at: int | None
+    _taken_at: int | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -57,7 +57,7 @@ class PagedTensor(torch.Tensor):
         slot: Slot,
         meta: torch.Tensor | None = None,
         chain: tuple[Step, ...] = (),
-        cast_at: int | None = None,
+        taken_at: int | None = None,
     ) -> PagedTensor:
         """A tensor for ``slot`` of ``page``.
 
@@ -67,13 +67,13 @@ class PagedTensor(torch.Tensor):
             slot: The parameter's place on it.
             meta: Metadata after ``chain``; that of the whole parameter by default.
             chain: Views and casts to replay when read.
-            cast_at: The page's version when a lazy copy was taken; it must not be read at another one.
+            taken_at: The page's version when this was taken as a value, lazily; it must not be read at another one.
         """
         if meta is None:
             meta = torch.empty(slot.shape, dtype=page.dtype, device="meta")
         if torch.is_inference_mode_enabled():  # a view of a parameter shares its version counter
             with torch.inference_mode(False):
-                return PagedTensor(pager, page, slot, meta, chain, cast_at)
+                return PagedTensor(pager, page, slot, meta, chain, taken_at)
         self: PagedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
@@ -84,7 +84,7 @@ class PagedTensor(torch.Tensor):
             device=page.master.device,
         )
         self._pager, self._page, self._slot = pager, page, slot
-        self._meta, self._chain, self._cast_at = meta, chain, cast_at
+        self._meta, self._chain, self._taken_at = meta, chain, taken_at
         return self
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -99,10 +99,10 @@ class PagedTensor(torch.Tensor):
         return self._replay(self._pager.read(self._page))
 
     def _replay(self, flat: torch.Tensor) -> torch.Tensor:
-        if self._cast_at is not None and self._cast_at != self._page.versions():
+        if self._taken_at is not None and self._taken_at != self._page.versions():
             raise RuntimeError(
-                f"a copy of parameter {self._slot.name!r} that autocast made is read after the parameter has changed; "
-                "call backward before the optimizer's step"
+                f"parameter {self._slot.name!r} was used, and its value is read again after its shards have changed; "
+                "call backward, or what else derives, before the optimizer's step"
             )
         value = flat.as_strided(self._slot.shape, self._slot.stride, self._slot.offset)
         for func, args, kwargs, index in self._chain:
@@ -113,19 +113,19 @@ class PagedTensor(torch.Tensor):
 
     def _lazy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a view or cast, as PagedTensors that replay it."""
-        cast_at = self._page.versions() if func is aten._to_copy.default else self._cast_at
+        taken_at = self._page.versions() if func is aten._to_copy.default else self._taken_at
         metas = _meta_of_view(func, self._meta, args, kwargs)
 
         def wrap(meta: torch.Tensor, index: int | None) -> PagedTensor:
             chain = (*self._chain, (func, args, kwargs, index))
-            return PagedTensor(self._pager, self._page, self._slot, meta, chain, cast_at)
+            return PagedTensor(self._pager, self._page, self._slot, meta, chain, taken_at)
 
         if isinstance(metas, torch.Tensor):
             return wrap(metas, None)
         return type(metas)([wrap(meta, index) for index, meta in enumerate(metas)])
 
     def _same(self) -> PagedTensor:
-        return PagedTensor(self._pager, self._page, self._slot, self._meta, self._chain, self._cast_at)
+        return PagedTensor(self._pager, self._page, self._slot, self._meta, self._chain, self._taken_at)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -235,7 +235,7 @@ class PagedTensor(torch.Tensor):
         pager = memo[id(self._pager)] = copy.deepcopy(self._pager, memo)
         page = copy.deepcopy(self._page, memo)
         if id(self) not in memo:  # the page's copy has copies of the page's parameters
-            new: torch.Tensor = PagedTensor(pager, page, self._slot, self._meta, self._chain, self._cast_at)
+            new: torch.Tensor = PagedTensor(pager, page, self._slot, self._meta, self._chain, self._taken_at)
             memo[id(self)] = nn.Parameter(new, self.requires_grad) if isinstance(self, nn.Parameter) else new
         copied: PagedTensor = memo[id(self)]
         return copied
@@ -324,8 +324,10 @@ def _write_through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wri
     """Run an in-place operator on the gathered data, then put this rank's part into the shards."""
     name = func._opname
     for target in written:
-        if target._cast_at is not None or name in ("set_", "resize_", "resize_as_"):
+        if target._taken_at is not None or name in ("set_", "resize_", "resize_as_"):
             raise RuntimeError(f"{name} on parameter {target._slot.name!r}: a sharded parameter's storage is fixed")
+        if not target._page.shards:
+            raise RuntimeError(f"{name} on parameter {target._slot.name!r}: it is a function of shards; clone it first")
     plain: dict[int, torch.Tensor] = {}
     flats: dict[Page, torch.Tensor] = {}
     with below_transforms():

@@ -32,8 +32,10 @@ class Page:
     Attributes:
         layout: Which parameters lie where.
         dtype: Data type of the parameters as the module sees them.
-        master: This rank's shard, 1-D [layout.shard_numel], padding included. The state itself.
-        shards: For each slot, a leaf tensor over its part of ``master``; what optimizers update.
+        master: This rank's shard, 1-D [layout.shard_numel], padding included. The state itself. A page of given
+            values, in parameter space, may hold several copies: 2-D, and slots are those of [copies, *shape].
+        shards: For each slot, a leaf tensor over its part of ``master``; what optimizers update. None in parameter
+            space.
         parameters: For each slot, the module's parameter.
         full: The full parameters, 1-D [layout.padded_numel], where they are kept (stages 0 to 2).
         seen: For each slot, the last versions of (shard, parameter) that were noted.
@@ -69,7 +71,7 @@ class Page:
     @property
     def is_its_own_copy(self) -> bool:
         """Whether the shard is the whole page, in the parameters' data type, so that nothing needs gathering."""
-        return self.layout.num_shards == 1 and self.master.dtype == self.dtype
+        return self.layout.num_shards == 1 and self.master.dtype == self.dtype and self.master.dim() == 1
 
     @property
     def gathered_bytes(self) -> int:
@@ -145,6 +147,8 @@ class Pager:
             RuntimeError: If a backward reads a page whose shards were changed since its forward.
             DivergenceError: If ranks do not read the same pages in the same order.
         """
+        if page.full is not None:
+            return page.full
         version = page.versions()
         if version != page.noted:
             self._note_changes(page)
@@ -156,7 +160,8 @@ class Pager:
                 resident = self._gather(page)
         if self._recent[1] is not page and page not in self._pinned:  # ranks may read pinned pages in any order
             self._resident.move_to_end(page)
-            self._turn_to(page)
+            if page.shards:  # a page of given values is not read again in the next step
+                self._turn_to(page)
         resident.work.wait()
         resident.work = Done()
         return resident.buffer
@@ -213,9 +218,21 @@ class Pager:
         self._drop(page)
         self._make_room(page.gathered_bytes)
         buffer = self.pool.take(page.layout.padded_numel, page.dtype, page.master.device)
-        work = self.axes.shard.all_gather(buffer, page.master.to(page.dtype), f"gather of {page.label}")
-        self._resident[page] = _Resident(buffer, page.versions(), work)
+        self._resident[page] = _Resident(buffer, page.versions(), self._start_gather(page, buffer))
         return self._resident[page]
+
+    def _start_gather(self, page: Page, buffer: torch.Tensor) -> Work:
+        mine, label = page.master.to(page.dtype), f"gather of {page.label}"
+        if mine.dim() == 1:
+            return self.axes.shard.all_gather(buffer, mine, label)
+        copies, numel = mine.shape
+        pieces = self.pool.take(page.layout.num_shards * mine.numel(), page.dtype, mine.device)
+        self.axes.shard.all_gather(pieces, mine.reshape(-1), label).wait()
+        rows = pieces.view(-1, copies, numel).transpose(0, 1).reshape(copies, -1)
+        for slot in page.layout.slots:
+            first, last = slot.offset // copies, (slot.offset + slot.numel) // copies
+            buffer[slot.offset : slot.offset + slot.numel].view(copies, -1).copy_(rows[:, first:last])
+        return Done()
 
     def _drop(self, page: Page) -> None:
         resident = self._resident.pop(page, None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Literal
 
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from torch import nn
 from zerofunc.paged_tensor import PagedTensor
 from zerofunc.pager import Page, Pager
 from zerofunc.sharding import Sharding, owner_of, sharding_of, shardings
+from zerofunc.transposed import Mean, Part, Total
 
 Tree = Mapping[str, torch.Tensor]
 
@@ -110,6 +113,9 @@ def _unshard(sharding: Sharding, tree: Tree) -> dict[str, torch.Tensor]:
 def reshard(module: nn.Module, full: Tree) -> dict[str, torch.Tensor]:
     """Local. This rank's 1-D parts of full tensors; the inverse of :func:`unshard`.
 
+    Differentiable: the derivative with respect to a full tensor is this rank's own, and its mean over ranks is that of
+    the mean loss.
+
     Raises:
         ValueError: If a name or a shape does not fit the module.
     """
@@ -123,14 +129,53 @@ def reshard(module: nn.Module, full: Tree) -> dict[str, torch.Tensor]:
         if tensor.shape != slot.shape:
             raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}; the parameter has {tuple(slot.shape)}")
         mine = page.part(index, sharding.rank)
-        flat = tensor.detach().reshape(-1)
         start = max(mine.start - slot.offset, 0)
-        parts[name] = flat[start : start + mine.stop - mine.start].clone()
+        stop = start + mine.stop - mine.start
+        parts[name] = Part.apply(tensor.reshape(-1), start, stop, page.layout.num_shards)
     return parts
+
+
+def draw(module: nn.Module, seed: int, kind: Literal["normal", "rademacher"] = "normal") -> dict[str, torch.Tensor]:
+    """Local. Random numbers for every trainable parameter, this rank's part; the same at any world size and stage.
+
+    Each parameter's numbers are drawn in full shape, one parameter at a time, from ``seed`` and the parameter's name.
+
+    Args:
+        module: A sharded module.
+        seed: The same on all ranks.
+        kind: Standard normal, or +1 and -1 with equal chance.
+
+    Returns:
+        ``{name: this rank's 1-D part}`` in the shards' data types.
+    """
+    if kind not in ("normal", "rademacher"):
+        raise ValueError(f"kind is {kind!r}; expected 'normal' or 'rademacher'")
+    sharding = sharding_of(module)
+    parts: dict[str, torch.Tensor] = {}
+    for name, (page, index) in sharding.slots.items():
+        if sharding.shard(name).requires_grad:
+            full = _drawn(page.layout.slots[index].shape, f"{seed} {name}", kind)
+            parts.update(reshard(module, {name: full.to(page.master.device, page.master.dtype)}))
+    return parts
+
+
+def _drawn(shape: torch.Size, seed: str, kind: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
+    if kind == "normal":
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
+    return torch.randint(0, 2, shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+
+
+def mean(value: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    """Collective. Mean over all ranks of one tensor each, of equal shapes, such as losses; differentiable."""
+    averaged: torch.Tensor = Mean.apply(sharding_of(module), value, "mean over ranks")
+    return averaged
 
 
 def vdot(a: Tree, b: Tree, module: nn.Module | None = None) -> torch.Tensor:
     """Collective. Inner product of two sharded trees over all ranks' parts, a scalar in the trees' data type.
+
+    Differentiable, in every order and nesting; the same on all ranks.
 
     Args:
         a: A sharded tree.
@@ -146,10 +191,9 @@ def vdot(a: Tree, b: Tree, module: nn.Module | None = None) -> torch.Tensor:
         if a[name].shape != b[name].shape:
             raise ValueError(f"{name!r} has shapes {tuple(a[name].shape)} and {tuple(b[name].shape)}")
     sharding = sharding_of(module) if module is not None else _only_sharding_with(a)
-    parts = [torch.dot(a[name].detach(), b[name].detach().to(a[name].dtype)) for name in a]
-    total = torch.stack(parts).sum()
-    sharding.axes.agree("vdot")
-    return sharding.axes.shard.sum(total, "vdot")
+    parts = [torch.dot(a[name], b[name].to(a[name].dtype)) for name in a]
+    total: torch.Tensor = Total.apply(sharding, torch.stack(parts).sum(), "vdot")
+    return total
 
 
 def grad_norm(module: nn.Module) -> torch.Tensor:

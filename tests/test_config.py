@@ -191,6 +191,7 @@ def test_the_own_section_is_read() -> None:
         "resident_bytes": 0,
         "persistence_bytes": 4,
         "prefetch": False,
+        "second_order": True,
         "timeout_s": 30,
         "unsplit": ["moe"],
     }

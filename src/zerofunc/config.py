@@ -187,6 +187,8 @@ class EngineConfig(_Section):
     """Seconds after which a collective gives up; None takes the process group's."""
     unsplit: list[str] = []
     """Names of modules whose parameters share one page."""
+    second_order: StrictBool = False
+    """Whether plain forwards use kernels that have a second derivative, as `zerofunc.second_order()` does."""
 
 
 class Config(BaseModel):

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from zerofunc.config import Config
+from zerofunc.kernels.selection import explain_second_order
 from zerofunc.precision import LossScaler, cast_floating
 from zerofunc.sharding import (
     Usage,
@@ -118,6 +119,7 @@ class Engine(nn.Module):
 
         Raises:
             ValueError: If the loss is not one element that depends on something differentiable.
+            RuntimeError: If the loss contains a gradient of a fused kernel that has no second derivative.
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -133,8 +135,9 @@ class Engine(nn.Module):
                 (loss * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
                 if self._reducer.finished == before:
                     self._reducer.finish()
-        except BaseException:
+        except BaseException as error:
             self._reducer.discard()
+            explain_second_order(error)
             raise
         return loss.detach() * share
 

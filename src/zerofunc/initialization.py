@@ -106,6 +106,7 @@ def _shard_options(config: Config) -> dict[str, Any]:
         "unsplit": ours.unsplit,
         "timeout_s": ours.timeout_s or DEFAULT_TIMEOUT_S,
         "param_dtype": param_dtype,
+        "second_order": ours.second_order,
     }
 
 

@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 
 from zerofunc.buffers import alias, below_transforms
 from zerofunc.collectives import DEFAULT_TIMEOUT_S, Axes, axes_of
+from zerofunc.kernels.selection import select_kernels
 from zerofunc.layout import PageLayout, ParameterSpec, build_pages
 from zerofunc.paged_tensor import PagedTensor
 from zerofunc.pager import Page, Pager, shard_of
@@ -226,6 +227,7 @@ def shard(
     unsplit: Iterable[str] = (),
     param_dtype: torch.dtype | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    second_order: bool = False,
 ) -> nn.Module:
     """Collective. Shard a module's parameters over the data-parallel ranks, in place, and return it.
 
@@ -245,6 +247,8 @@ def shard(
         param_dtype: What the module's floating-point parameters are computed and gathered in, such as bfloat16;
             shards stay float32. Their own data type by default.
         timeout_s: Seconds after which a rank that waits alone raises.
+        second_order: Use kernels that have a second derivative in plain forwards too; see
+            :func:`zerofunc.second_order`.
 
     Raises:
         ValueError: If the stage, a size or a module name is not valid, or the module is sharded or part of a graph.
@@ -271,6 +275,7 @@ def shard(
             _replace_parameters(page, [parameters[slot.name] for slot in page.layout.slots], stage, pager)
     module.__dict__["_zerofunc"] = Sharding(module, stage, axes, pages, pager)
     module.register_forward_pre_hook(_before_forward)
+    select_kernels(module, second_order)
     _watch_optimizers()
     return module
 

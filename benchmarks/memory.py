@@ -15,10 +15,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from contenders import NAMES, WORKS, Batch, Contender, Paging, build, make_batches, train
+from contenders import NAMES, WORKS, Paging, build, make_batches, train
 
 from zerofunc.testing import RankPool
 
@@ -65,33 +66,33 @@ def measure(name: str, work: str, paging: Paging) -> Memory:
     """Collective. This rank's memory: trained for a few steps, then measured at ``work``."""
     batches = make_batches(MEASURED_STEPS)
     gc.collect()
-    baseline = _status_bytes("RssAnon")
+    baseline = status_bytes("RssAnon")
     contender = build(name, paging)
     for batch in batches[:WARM_UP_STEPS]:
         train(contender, batch)
         WORKS[work](contender, batch)
     gc.collect()
-    held = _status_bytes("RssAnon") - baseline
-    peak = _peak_bytes(contender, work, batches) - baseline
+    held = status_bytes("RssAnon") - baseline
+    peak = peak_bytes(lambda: [WORKS[work](contender, batch) for batch in batches]) - baseline
     usage = contender.usage()
     if usage is None:
         return Memory(name, work, held, peak)
     return Memory(name, work, held, peak, usage.gathered_peak_bytes, usage.gradient_peak_bytes)
 
 
-def _peak_bytes(contender: Contender, work: str, batches: list[Batch]) -> int:
-    """Collective. The most anonymous memory while working.
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most anonymous memory of this process while ``run`` works.
 
     The kernel keeps the maximum of all resident memory. Its other part is code mapped from files, which only grows
     as it is first run, so that the part at the end is taken off.
     """
     Path("/proc/self/clear_refs").write_text("5")  # forget the maximum so far: proc(5)
-    for batch in batches:
-        WORKS[work](contender, batch)
-    return _status_bytes("VmHWM") - _status_bytes("RssFile") - _status_bytes("RssShmem")
+    run()
+    return status_bytes("VmHWM") - status_bytes("RssFile") - status_bytes("RssShmem")
 
 
-def _status_bytes(key: str) -> int:
+def status_bytes(key: str) -> int:
+    """A number of bytes that Linux keeps about this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024

@@ -109,7 +109,7 @@ _TOP_LEVEL: dict[str, KnownKey] = {
     "flops_profiler": _ignore("there is no profiler; use torch.utils.flop_counter"),
     "timers": _SILENT,
     "activation_checkpointing": _ignore(
-        "it only acts on checkpoint calls of its own; use torch.utils.checkpoint",
+        "zerofunc.checkpoint and zerofunc.checkpoint_module need no settings, and keep inputs whole and where they are",
         flags=(
             "partition_activations",
             "cpu_checkpointing",

@@ -31,31 +31,44 @@ NOT_IN_PYTORCH = {
 
 def check(model, stage, cells, **options):
     setting = Setting(f"zerofunc.verify.models:{model}", seed=SEED, **options)
+    assert cells <= {cell.name for cell in CELLS}
     outcomes = verify_rank(setting, stage, [cell.name for cell in CELLS if cell.name in cells])
     assert [outcome for outcome in outcomes if outcome.status not in (OK, CANNOT)] == [], setting
     assert {outcome.cell for outcome in outcomes if outcome.status == CANNOT} <= NOT_IN_PYTORCH[model], setting
 
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-EVERY = {cell.name for cell in CELLS}
+OF_ANY_MODEL = {cell.name for cell in CELLS if cell.models is None}
+KERNELS = {cell.name for cell in CELLS if cell.models is not None}
+BASIC = {cell.name for cell in CELLS if cell.models is None and cell.prepare is None and cell.over is None}
 # One of each kind that goes through other code. The slow tests have every transform for every model.
 SPREAD = {
     "grad", "jvp", "vmap(grad)", "grad(grad)", "functional_call: per-sample grad", "autograd gradient penalty + loss",
-    "func.grad penalty alone", "backward through a jvp",
+    "func.grad penalty alone", "backward through a jvp", "shards: grad(jvp)", "checkpoint: jvp",
 }  # fmt: skip
 ONE_RANK = {"jvp", "grad(grad)", "backward through a jvp"}
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2)
 @STAGES
 def test_every_transform_equals_plain_pytorch(stage):
-    check("mlp", stage, EVERY)
+    check("mlp", stage, OF_ANY_MODEL)
+
+
+@pytest.mark.world_size(1)
+def test_every_transform_on_one_rank_equals_plain_pytorch():
+    check("mlp", 3, OF_ANY_MODEL)
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_every_transform_of_attention_equals_plain_pytorch(stage):
-    check("attention", stage, EVERY - {"linearize"})  # which takes as long as all others together
+def test_every_transform_of_attention_equals_plain_pytorch():
+    check("attention", 3, BASIC - {"linearize"})  # which takes as long as all others together
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fused_kernels_give_way_to_ones_that_have_the_derivative(stage):
+    check("mlp", stage, KERNELS)  # which bring a model of their own
 
 
 @pytest.mark.world_size(1, 2)
@@ -68,9 +81,9 @@ def test_other_architectures_equal_plain_pytorch(model, stage, world_size):
 @pytest.mark.slow
 @pytest.mark.world_size(1, 2)
 @STAGES
-@pytest.mark.parametrize("model", ["attention", "conv", "lstm", "shared", "gpt2", "llama"])
-def test_every_transform_of_other_architectures_equals_plain_pytorch(model, stage):
-    check(model, stage, EVERY)
+@pytest.mark.parametrize("model", ["mlp", "attention", "conv", "lstm", "shared", "gpt2", "llama"])
+def test_every_transform_of_every_architecture_equals_plain_pytorch(model, stage):
+    check(model, stage, OF_ANY_MODEL)
 
 
 @pytest.mark.world_size(4)

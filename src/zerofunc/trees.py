@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from zerofunc.buffers import outside_transforms
 from zerofunc.paged_tensor import PagedTensor
 from zerofunc.pager import Page, Pager
 from zerofunc.sharding import Sharding, owner_of, sharding_of, shardings
@@ -82,10 +83,15 @@ def unshard(module: nn.Module, tree: Tree) -> dict[str, torch.Tensor]:
             missing, the same ones on all ranks.
 
     Raises:
-        ValueError: If a name or a length does not fit the module.
+        ValueError: If a name or a length does not fit the module, or a part is a function of what a transform varies.
     """
     sharding = sharding_of(module)
     for name, part in tree.items():
+        if torch._C._functorch.is_functorch_wrapped_tensor(part):
+            raise ValueError(
+                f"unshard() of {name!r} inside a transform, which depends on what is transformed: no derivative goes "
+                "through unshard. Use zerofunc.functional_call, or unshard the transform's result."
+            )
         if name not in sharding.slots:
             raise ValueError(f"{name!r} is not a parameter of {type(module).__name__}")
         if part.shape != sharding.shard(name).shape:
@@ -98,7 +104,7 @@ def unshard(module: nn.Module, tree: Tree) -> dict[str, torch.Tensor]:
 
 def _unshard(sharding: Sharding, tree: Tree) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
-    with torch.no_grad():
+    with outside_transforms():
         for page in sharding.pages:
             parts = {slot.name: tree[slot.name] for slot in page.layout.slots if slot.name in tree}
             for dtype in dict.fromkeys(part.dtype for part in parts.values()):
@@ -125,13 +131,11 @@ def reshard(module: nn.Module, full: Tree) -> dict[str, torch.Tensor]:
         if name not in sharding.slots:
             raise ValueError(f"{name!r} is not a parameter of {type(module).__name__}")
         page, index = sharding.slots[name]
-        slot = page.layout.slots[index]
-        if tensor.shape != slot.shape:
-            raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}; the parameter has {tuple(slot.shape)}")
-        mine = page.part(index, sharding.rank)
-        start = max(mine.start - slot.offset, 0)
-        stop = start + mine.stop - mine.start
-        parts[name] = Part.apply(tensor.reshape(-1), start, stop, page.layout.num_shards)
+        shape = page.layout.slots[index].shape
+        if tensor.shape != shape:
+            raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}; the parameter has {tuple(shape)}")
+        mine = _range(sharding, name)
+        parts[name] = Part.apply(tensor.reshape(-1), mine.start, mine.stop, page.layout.num_shards)
     return parts
 
 
@@ -152,11 +156,20 @@ def draw(module: nn.Module, seed: int, kind: Literal["normal", "rademacher"] = "
         raise ValueError(f"kind is {kind!r}; expected 'normal' or 'rademacher'")
     sharding = sharding_of(module)
     parts: dict[str, torch.Tensor] = {}
-    for name, (page, index) in sharding.slots.items():
-        if sharding.shard(name).requires_grad:
-            full = _drawn(page.layout.slots[index].shape, f"{seed} {name}", kind)
-            parts.update(reshard(module, {name: full.to(page.master.device, page.master.dtype)}))
+    with outside_transforms():  # inside a transform it is a constant
+        for name, (page, index) in sharding.slots.items():
+            if sharding.shard(name).requires_grad:
+                full = _drawn(page.layout.slots[index].shape, f"{seed} {name}", kind).reshape(-1)
+                parts[name] = full[_range(sharding, name)].to(page.master.device, page.master.dtype, copy=True)
     return parts
+
+
+def _range(sharding: Sharding, name: str) -> slice:
+    """Where this rank's part lies in the flattened parameter."""
+    page, index = sharding.slots[name]
+    mine, slot = page.part(index, sharding.rank), page.layout.slots[index]
+    start = min(max(mine.start - slot.offset, 0), slot.numel)
+    return slice(start, start + mine.stop - mine.start)
 
 
 def _drawn(shape: torch.Size, seed: str, kind: str) -> torch.Tensor:

@@ -109,6 +109,66 @@ class Shared(nn.Module):
         return result
 
 
+class Fused(nn.Module):
+    """What PyTorch computes with fused kernels: LayerNorm, attention and LSTM, as users write them."""
+
+    def __init__(self, dim: int = 6, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.qkv, self.lstm = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.LSTM(dim, 4, batch_first=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, length, dim] to [batch, 2]."""
+        batch, length, dim = x.shape
+        q, k, v = self.qkv(self.normalise(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        x = x + self.attend(q, k, v).transpose(1, 2).reshape(batch, length, dim)
+        result: torch.Tensor = self.head(self.recur(x))
+        return result
+
+    def normalise(self, x: torch.Tensor) -> torch.Tensor:
+        """LayerNorm over the last dimension."""
+        result: torch.Tensor = self.norm(x)
+        return result
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Causal attention."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def recur(self, x: torch.Tensor) -> torch.Tensor:
+        """Last state of the LSTM."""
+        result: torch.Tensor = self.lstm(x)[0][:, -1]
+        return result
+
+
+class Composed(Fused):
+    """The same from elementary operations, which plain PyTorch differentiates rightly."""
+
+    def normalise(self, x: torch.Tensor) -> torch.Tensor:
+        """LayerNorm over the last dimension."""
+        centred = x - x.mean(-1, keepdim=True)
+        scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.norm.eps)
+        return scaled * self.norm.weight + self.norm.bias
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Causal attention."""
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        weights = torch.exp(scores.masked_fill(hidden, float("-inf")))
+        return (weights / weights.sum(-1, keepdim=True)) @ v
+
+    def recur(self, x: torch.Tensor) -> torch.Tensor:
+        """Last state of the LSTM."""
+        w = dict(self.lstm.named_parameters())
+        h = c = x.new_zeros(len(x), self.lstm.hidden_size)
+        for step in x.unbind(1):
+            gates = step @ w["weight_ih_l0"].T + w["bias_ih_l0"] + h @ w["weight_hh_l0"].T + w["bias_hh_l0"]
+            i, f, g, o = gates.chunk(4, -1)
+            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+            h = torch.sigmoid(o) * torch.tanh(c)
+        return h
+
+
 class FromEmbeddings(nn.Module):
     """A causal language model of transformers on input embeddings."""
 
@@ -153,6 +213,16 @@ def lstm() -> tuple[nn.Module, torch.Tensor]:
 def shared() -> tuple[nn.Module, torch.Tensor]:
     """:class:`Shared` on three samples."""
     return Shared(), torch.randn(3, 4)
+
+
+def fused() -> tuple[nn.Module, torch.Tensor]:
+    """:class:`Fused` on two sequences of three."""
+    return Fused(), torch.randn(2, 3, 6)
+
+
+def composed() -> tuple[nn.Module, torch.Tensor]:
+    """:class:`Composed` on two sequences of three."""
+    return Composed(), torch.randn(2, 3, 6)
 
 
 def gpt2() -> tuple[nn.Module, torch.Tensor]:

@@ -24,7 +24,9 @@ from zerofunc.initialization import initialize
 from zerofunc.sharding import shards
 from zerofunc.testing import report
 from zerofunc.trees import full_gradients, unshard
-from zerofunc.verify.cells import CELLS, Cell, Probe
+from zerofunc.verify.cells import CELLS
+from zerofunc.verify.probe import Cell, Probe
+from zerofunc.verify.spaces import full_space, sharded_space
 
 OK, WRONG, ERROR, CANNOT = "ok", "wrong", "error", "PyTorch cannot"
 
@@ -85,6 +87,15 @@ class Setting:
             coarse = module(x + 1e-3 * v) - module(x - 1e-3 * v)
         return relative_difference((ahead - behind) / 2e-9, coarse / 2e-3) < 1e-2
 
+    @property
+    def step(self) -> float:
+        """Step of the central differences."""
+        return 1e-5 if self.is_double else 3e-3
+
+    def of(self, model: str) -> Setting:
+        """The same with another model."""
+        return replace(self, model=model)
+
     @functools.cache  # noqa: B019 - settings are few and live as long as the program
     def inputs(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Input, direction and cotangent of a rank: the example, moved by noise."""
@@ -122,7 +133,7 @@ def verify_rank(setting: Setting, stage: int, names: list[str]) -> list[Outcome]
     outcomes = []
     for name in names:
         report({"stage": stage, "begins": name})
-        outcome = _Trial(setting, stage).judge(next(cell for cell in CELLS if cell.name == name))
+        outcome = judge(setting, stage, next(cell for cell in CELLS if cell.name == name))
         report({"stage": stage, "done": outcome})
         outcomes.append(outcome)
     return outcomes
@@ -132,7 +143,7 @@ def _probe(setting: Setting, call: nn.Module, rank: int) -> Probe:
     module = call.module if isinstance(call, Engine) else call
     device = next(module.parameters()).device
     x, v, w = (tensor.to(device) for tensor in setting.inputs(rank))
-    return Probe(call, module, x, v, w, step=1e-5 if setting.is_double else 3e-3)
+    return Probe(call, module, x, v, w, setting.step)
 
 
 def plain_gradients(
@@ -159,9 +170,12 @@ def plain_fails(setting: Setting, cell: Cell) -> str:
     probe = _probe(setting, plain, rank=0)
     try:
         if cell.compute is not None:
-            result = cell.compute(probe)
             assert cell.check is not None
-            pairs = list(cell.check(probe, result))
+            pairs = list(cell.check(probe, cell.compute(probe)))
+        elif cell.over is not None:
+            assert cell.check is not None
+            space = full_space(plain, [probe.x], lambda number: probe.directions(number + 1), setting.step)
+            pairs = list(cell.check(space, cell.over(space)))
         else:
             assert cell.loss is not None
             gradients = plain_gradients(setting, plain, cell, ranks=[0])
@@ -179,10 +193,19 @@ class _Mismatch(Exception):
     """A number differs."""
 
 
+def judge(setting: Setting, stage: int, cell: Cell) -> Outcome:
+    """Collective. One cell's outcome at one stage on this rank."""
+    sharded, plain = (setting.of(cell.models[0]), setting.of(cell.models[1])) if cell.models else (setting, setting)
+    cannot = plain_fails(plain, cell)
+    if cannot:
+        return Outcome(cell.name, stage, CANNOT, cannot)
+    return _Trial(sharded, plain, stage).judge(cell)
+
+
 class _Trial:
     """One cell on a fresh engine: cold, after two training steps, and with training checked right afterwards."""
 
-    def __init__(self, setting: Setting, stage: int) -> None:
+    def __init__(self, sharded: Setting, setting: Setting, stage: int) -> None:
         self.setting, self.stage = setting, stage
         self.plain = setting.build()
         config = {
@@ -191,7 +214,7 @@ class _Trial:
             "zero_optimization": {"stage": stage},
             "zerofunc": {"page_bytes": setting.page_bytes, "resident_bytes": setting.resident_bytes},
         }
-        self.engine: Engine = initialize(model=setting.build(), config=config)[0]
+        self.engine: Engine = initialize(model=sharded.build(), config=config)[0]
         trainable = [p for p in self.plain.parameters() if p.requires_grad]
         self.plain_optimizer = torch.optim.SGD(trainable, lr=0.05, momentum=0.5)
         axes = self.engine._sharding.axes
@@ -200,11 +223,10 @@ class _Trial:
 
     def judge(self, cell: Cell) -> Outcome:
         """Collective. Run the cell in both states."""
-        cannot = plain_fails(self.setting, cell)
-        if cannot:
-            return Outcome(cell.name, self.stage, CANNOT, cannot)
         when = "cold"
         try:
+            if cell.prepare is not None:
+                cell.prepare(self.engine.module)
             self._compare(cell)
             self._train(2)
             when = "warm"
@@ -221,6 +243,14 @@ class _Trial:
             plain = cell.compute(_probe(self.setting, self.plain, self.rank))
             engine = cell.compute(_probe(self.setting, self.engine, self.rank))
             self._must_equal(engine, plain, cell.name)
+            self._must_have_no_trace()
+            return
+        if cell.over is not None:
+            inputs = [_probe(self.setting, self.plain, rank).x for rank in range(self.num_ranks)]
+            sharded = sharded_space(self.engine.module, inputs[self.rank], self.setting.step)
+            full = full_space(self.plain, inputs, lambda n: sharded.full(sharded.direction(n)), self.setting.step)
+            found = [sharded.full(part) if isinstance(part, dict) else part for part in cell.over(sharded)]
+            self._must_equal(found, cell.over(full), cell.name)
             self._must_have_no_trace()
             return
         assert cell.loss is not None

@@ -3,13 +3,21 @@ BIN := .venv/bin
 READY := .venv/.ready
 STAGE ?= 3
 
-.PHONY: demo test check verify bench clean
+.PHONY: demo test test-slow test-zoo check verify bench clean
 
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/meanflow_digits.py --stage $(STAGE) --out demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -q
+
+# Every transform of every model of verify, and what else takes long: about an hour.
+test-slow: $(READY)
+	$(BIN)/python -m pytest -q -m "slow and not zoo"
+
+# Architectures of transformers, message passing, potentials: about an hour.
+test-zoo: $(READY)
+	$(BIN)/python -m pytest -q -m zoo tests/zoo
 
 check: $(READY)
 	$(BIN)/ruff check
@@ -22,12 +30,17 @@ verify: $(READY)
 
 bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/train_step.py --rounds 8 --steps-per-round 2 --write
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/hvp.py --write
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/per_sample.py --write
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/checkpoint.py --write
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/attention.py --write
 
 # torch comes first and alone: what depends on it then takes the version that is there.
 $(READY): pyproject.toml
 	python3 -m venv .venv
 	$(BIN)/pip install torch==2.13.0
 	$(BIN)/pip install -e '.[dev]'
+	$(BIN)/pip install --no-deps curvlinops-for-pytorch==3.0.1  # it names torchvision, which would replace torch
 	touch $@
 
 clean:

@@ -4,7 +4,10 @@ from zerofunc.collectives import DivergenceError
 from zerofunc.config import ConfigError
 from zerofunc.engine import Engine
 from zerofunc.initialization import initialize
+from zerofunc.kernels.selection import second_order
 from zerofunc.parameter_space import functional_call, jacfwd
+from zerofunc.recompute.attention import attention
+from zerofunc.recompute.checkpoint import checkpoint, checkpoint_module
 from zerofunc.sharding import Usage, refresh, shard, shards, usage
 from zerofunc.trees import clip_grad_norm_, draw, full_gradients, gathered, mean, reshard, unshard, vdot
 
@@ -13,6 +16,9 @@ __all__ = [
     "DivergenceError",
     "Engine",
     "Usage",
+    "attention",
+    "checkpoint",
+    "checkpoint_module",
     "clip_grad_norm_",
     "draw",
     "full_gradients",
@@ -23,6 +29,7 @@ __all__ = [
     "mean",
     "refresh",
     "reshard",
+    "second_order",
     "shard",
     "shards",
     "unshard",

@@ -58,6 +58,11 @@ def packed(kind: type[nn.RNNBase]) -> nn.Module:
     return Packed()
 
 
+class ChannelsLast(nn.Module):
+    def forward(self, x):
+        return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
 Case = tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]
 
 
@@ -87,6 +92,7 @@ def norms() -> Iterator[tuple[str, Case]]:
     yield "LayerNorm without affine", (lambda: nn.LayerNorm(4, elementwise_affine=False), ((3, 4),))
     yield "RMSNorm", (lambda: nn.RMSNorm(4), ((3, 4),))
     yield "GroupNorm", (lambda: nn.GroupNorm(2, 4), ((3, 4, 2),))
+    yield "GroupNorm channels_last", (lambda: nn.Sequential(ChannelsLast(), nn.GroupNorm(2, 4)), ((2, 4, 2, 2),))
     yield "InstanceNorm1d", (lambda: nn.InstanceNorm1d(2, affine=True), ((3, 2, 4),))
     yield "InstanceNorm2d", (lambda: nn.InstanceNorm2d(2), ((3, 2, 2, 3),))
     yield "BatchNorm1d eval", (lambda: nn.BatchNorm1d(3).eval(), ((4, 3),))

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zerofunc
 from reference import STAGES, build, data, engine_of
 from zerofunc import checkpoint, checkpoint_module
+from zerofunc.verify.models import Composed, Fused
 
 
 class Block(nn.Module):
@@ -159,6 +160,26 @@ def test_a_sharded_module_has_the_same_derivatives(stage):
 @STAGES
 def test_a_sharded_module_has_every_derivative(stage):
     check_sharded(stage, OVER_INPUTS, LOSSES)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_kernels_give_way_inside_a_checkpoint_as_well(stage):
+    """PyTorch leaves its function modes where a transform meets an autograd.Function."""
+    torch.manual_seed(0)
+    module, twin = Fused().double(), Composed().double()
+    twin.load_state_dict(module.state_dict())
+    zerofunc.shard(checkpoint_module(module), stage)
+    x, v = torch.randn(2, 2, 3, 6, dtype=torch.float64)
+
+    def loss(model):
+        return torch.func.jvp(model, (x,), (v,))[1].square().mean()
+
+    torch.testing.assert_close(loss(module), loss(twin))
+    loss(module).backward()
+    loss(twin).backward()
+    expected = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+    found = {name: g for name, g in zerofunc.full_gradients(module).items() if g is not None}
+    torch.testing.assert_close(found, expected)
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------

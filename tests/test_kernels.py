@@ -94,8 +94,21 @@ class Packed(Recurrent):
         return nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0]
 
 
+class ChannelsLast(nn.Module):
+    """GroupNorm of an input whose channels are last, which PyTorch has no forward mode for."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.GroupNorm(2, 2)
+
+    def forward(self, x):
+        images = self.first(x).unflatten(-1, (2, 2)).movedim(2, -1).contiguous().movedim(-1, 1)
+        return self.norm(images).flatten(1)
+
+
 MODELS = {
     "norms": Norms,
+    "channels last": ChannelsLast,
     "attention": Attend,
     "encoder": Encoder,
     "encoder in evaluation": lambda: Encoder().eval(),
@@ -107,7 +120,7 @@ MODELS = {
 }
 
 # The rest differ from these in the layer only, and docs/operators.py has them all.
-QUICK = {"norms", "attention", "encoder in evaluation", "lstm", "packed lstm"}
+QUICK = {"norms", "channels last", "attention", "encoder in evaluation", "lstm", "packed lstm"}
 NAMES = pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
 
 

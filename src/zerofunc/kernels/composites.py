@@ -17,6 +17,7 @@ from zerofunc.kernels import indexing, layers, losses, matrices, normalizations,
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     torch.native_layer_norm: normalizations.native_layer_norm,
     torch.layer_norm: normalizations.layer_norm,
+    torch.group_norm: normalizations.group_norm,
     torch.rms_norm: normalizations.rms_norm,
     torch.batch_norm: normalizations.batch_norm,
     torch.instance_norm: normalizations.instance_norm,

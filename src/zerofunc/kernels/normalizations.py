@@ -60,6 +60,18 @@ def layer_norm(
     return outputs if outputs is NotImplemented else outputs[0]
 
 
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    """``torch.group_norm``: no forward mode of inputs that are not contiguous (channels_last, transposed)."""
+    return torch.group_norm(input.contiguous(), num_groups, weight, bias, eps, cudnn_enabled)
+
+
 def rms_norm(input: Tensor, normalized_shape: Dims, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """``torch.rms_norm``: one kernel on accelerators."""
     x = wide(input)

@@ -18,7 +18,7 @@ from torch._C import _functorch
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from zerofunc.buffers import below_transforms
@@ -72,6 +72,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not _is_recorded(tensors):
         return fn(*args, **kwargs)
     surroundings: list[_Surroundings] = []
+    modes = _get_current_function_mode_stack()  # PyTorch leaves them where a transform meets an autograd.Function
     transformed = _is_transformed() or forward_ad._current_level >= 0
 
     def run(*operands: torch.Tensor) -> Any:
@@ -82,8 +83,9 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if surroundings:
                 with surroundings[0].restored():
                     return fn(*given_args, **given_kwargs)
-            surroundings.append(_Surroundings({operand.device for operand in operands}))
-            return run_alone(partial(fn, *given_args, **given_kwargs), operands, transformed)
+            surroundings.append(_Surroundings({operand.device for operand in operands}, modes))
+            with _inside(modes):
+                return run_alone(partial(fn, *given_args, **given_kwargs), operands, transformed)
 
     return _kept(run, tensors)
 
@@ -268,14 +270,14 @@ def _without_overlap(tensor: torch.Tensor) -> torch.Tensor:
 class _Surroundings:
     """Random state, autocast, attention kernels and function modes of the first run, for the later ones."""
 
-    def __init__(self, devices: set[torch.device]) -> None:
+    def __init__(self, devices: set[torch.device], modes: list[TorchFunctionMode]) -> None:
         self.accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
         self.kinds = {"cpu", *(device.type for device in self.accelerators)}
         self.random = self._random_state()
         self.cache = torch.is_autocast_cache_enabled()
         self.autocast = {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in self.kinds}
         self.attention = _cur_sdpa_kernel_backends()
-        self.modes = _get_current_function_mode_stack()
+        self.modes = modes
 
     def _random_state(self) -> list[torch.Tensor]:
         with below_transforms():
@@ -292,17 +294,25 @@ class _Surroundings:
     def restored(self) -> Iterator[None]:
         """A context like the first run's; the random state afterwards is that of before."""
         before = self._random_state()
-        present = _get_current_function_mode_stack()
         with ExitStack() as stack:
             stack.callback(self._set_random_state, before)
             self._set_random_state(self.random)
             for kind, (dtype, enabled) in self.autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self.cache))
             stack.enter_context(sdpa_kernel(self.attention))
-            for mode in self.modes:
-                if not any(mode is other for other in present):
-                    stack.enter_context(mode)
+            stack.enter_context(_inside(self.modes))
             yield
+
+
+@contextmanager
+def _inside(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
+    """A context within the function modes, of which those that are active already are not entered again."""
+    present = _get_current_function_mode_stack()
+    with ExitStack() as stack:
+        for mode in modes:
+            if not any(mode is other for other in present):
+                stack.enter_context(mode)
+        yield
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------

@@ -282,10 +282,29 @@ def test_first_order_keeps_the_fused_kernel(make, stage):
         with Operators() as operators:
             run()
         assert FUSED[make] in operators.names
-    for run in (lambda: jvp(model, (x,), (x,)), lambda: grad(energy(model))(x), lambda: jacrev(jacrev(model))(x)):
+    for run in (lambda: jvp(model, (x,), (x,)), lambda: grad(lambda a: jvp(model, (a,), (x,))[1].sum())(x)):
         with Operators() as operators:
             run()
         assert FUSED[make] not in operators.names
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_right_until_a_tangent_is_differentiated_stays_fused_until_then(stage):
+    """LayerNorm in reverse over reverse, and in a Hessian product that nothing differentiates again."""
+    model, x = build(Norms, stage), point()
+    attending = build(Attend, stage)
+    with Operators() as operators, torch.no_grad():
+        jacrev(jacrev(model))(x)
+        jvp(grad(energy(model)), (x,), (x,))
+    assert FUSED[Norms] in operators.names
+    with Operators() as operators:
+        grad(energy(attending))(x)
+        jacrev(jacrev(attending))(x)
+    assert FUSED[Attend] not in operators.names
+    with Operators() as operators, torch.no_grad():
+        grad(lambda a: jvp(model, (a,), (x,))[1].sum())(x)
+        jvp(lambda a: jvp(model, (a,), (x,))[1], (x,), (x,))
+    assert FUSED[Norms] not in operators.names
 
 
 class Forces(nn.Module):

@@ -307,6 +307,17 @@ def test_jacfwd_and_hessian_of_torch_would_mix_ranks_and_are_refused():
     for transform in (jacfwd, hessian):
         with pytest.raises(ValueError, match="Use zerofunc.jacfwd"):
             transform(loss)(zerofunc.shards(model))
+    whole = {
+        name: torch.eye(12).double().view(12, *shape) for name, shape in (("0.weight", (3, 4)), ("2.weight", (4, 3)))
+    }
+    blank = {name: torch.zeros_like(rows) for name, rows in whole.items()}
+    for name in whole:  # the same basis on all ranks is fine: row i of the Hessian
+        tree = {**blank, name: whole[name]}
+        basis = [zerofunc.reshard(model, {n: v[i] for n, v in tree.items()}) for i in range(12)]
+        stacked = {n: torch.stack([b[n] for b in basis]) for n in tree}
+        products = vmap(lambda v: jvp(grad(loss), (zerofunc.shards(model),), (v,))[1])(stacked)
+        one = jvp(grad(loss), (zerofunc.shards(model),), (basis[7],))[1]
+        torch.testing.assert_close(rows(products, 7), one)
     with pytest.raises(ValueError, match="returns a sharded tree"):
         zerofunc.jacfwd(grad(loss), model)(zerofunc.shards(model))
     with pytest.raises(NotImplementedError, match="cannot be traced"):

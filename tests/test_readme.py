@@ -1,4 +1,4 @@
-"""The examples in the README run."""
+"""The examples in the README and in docs/derivatives.md run."""
 
 import re
 from pathlib import Path
@@ -7,24 +7,47 @@ import pytest
 import torch
 from torch import nn
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(file):
+    return re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+README, DERIVATIVES = blocks("README.md"), blocks("docs/derivatives.md")
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
 def test_there_are_examples():
-    assert len(BLOCKS) == 2
+    assert len(README) == 2
+    assert len(DERIVATIVES) > 5
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
+@pytest.mark.parametrize("number", range(len(README)))
 def test_an_example_runs_and_trains(number):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = network()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     x = torch.randn(5, 4)
     names = {"net": model, "model": model, "batches": [(x, x)] * 2, "x": x, "loss_fn": lambda y: y.square().mean()}
-    exec("import torch, zerofunc\n" + BLOCKS[number], names)  # the reader's own program
+    exec("import torch, zerofunc\n" + README[number], names)  # the reader's own program
     import zerofunc
 
     after = zerofunc.unshard(model, zerofunc.shards(model))
     assert all(not torch.equal(old, new) for old, new in zip(before, after.values(), strict=True))
+
+
+@pytest.mark.world_size(2)
+def test_the_examples_of_the_derivatives_page_run_one_after_the_other():
+    names = {"net": network(), "batch": (torch.randn(5, 4), torch.randn(5, 4))}
+    for block in DERIVATIVES:
+        exec(block, names)
+    assert names["norms"].shape == (5,)
+    assert names["slope"].shape == (5, 4)
+    plain = network()
+    y = torch.func.functional_call(plain, {n: p.detach() for n, p in plain.named_parameters()}, (names["x"],))
+    torch.testing.assert_close(names["output"], y)

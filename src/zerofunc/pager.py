@@ -8,21 +8,26 @@ unchanged: an optimizer step invalidates it without being told.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
-from zerofunc.buffers import BufferPool, alias, below_transforms
+from zerofunc.buffers import BufferPool, below_transforms
 from zerofunc.collectives import Axes, Done, Work
 from zerofunc.layout import PageLayout
 
 
 def shard_of(master: torch.Tensor, start: int, numel: int, requires_grad: bool) -> torch.Tensor:
-    """The leaf tensor over one parameter's part of a page's master shard, 1-D [numel]."""
-    return alias(master, start - int(master.storage_offset()), (numel,)).requires_grad_(requires_grad)
+    """The leaf tensor over one parameter's part of a page's master shard, ``master[start : start + numel]``.
+
+    Its storage ends where it ends: forward mode lays a tangent out like its primal, storage included.
+    """
+    return from_dlpack(master[start : start + numel]).requires_grad_(requires_grad)
 
 
 @dataclass(eq=False)
@@ -57,9 +62,9 @@ class Page:
         assert self.full is None
         page = Page(self.layout, self.dtype, self.master.clone(), label=self.label)
         memo[id(self)] = page
-        page.shards = [
-            shard_of(page.master, int(old.storage_offset()), old.numel(), old.requires_grad) for old in self.shards
-        ]
+        offsets = itertools.accumulate((old.numel() for old in self.shards), initial=0)
+        pairs = zip(offsets, self.shards, strict=False)
+        page.shards = [shard_of(page.master, start, old.numel(), old.requires_grad) for start, old in pairs]
         page.parameters = [copy.deepcopy(parameter, memo) for parameter in self.parameters]
         page.note_changes()
         return page

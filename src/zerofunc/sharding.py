@@ -332,8 +332,7 @@ def _build_page(layout: PageLayout, parameters: list[nn.Parameter], stage: int, 
     page = Page(layout, dtype, master, full=None if stage == 3 else full, label=label)
     for slot, parameter in zip(layout.slots, parameters, strict=True):
         start, stop = layout.part(slot, rank)
-        first = int(master.storage_offset()) + start
-        page.shards.append(shard_of(master, first, stop - start, parameter.requires_grad))
+        page.shards.append(shard_of(master, start, stop - start, parameter.requires_grad))
     return page
 
 

@@ -15,8 +15,10 @@ below, which only name the partner.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,7 +41,7 @@ class Gather(Function):
     """
 
     @staticmethod
-    def forward(sharding: Sharding, page: Page, is_own: bool, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: D102
+    def forward(sharding: Sharding, page: Page, is_own: bool, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if not is_own:
             _refuse_tracing("a gather of shards")
         with below_transforms():
@@ -48,22 +50,23 @@ class Gather(Function):
             return tuple(PagedTensor(sharding.pager, source, slot, taken_at=taken_at) for slot in source.layout.slots)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: D102
-        ctx.sharding, ctx.page = inputs[:2]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.sharding, ctx.page, ctx.is_own = inputs[:3]
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # noqa: D102
-        return None, None, None, *Reduce.apply(ctx.sharding, ctx.page, *gradients)
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        is_wanted = not (ctx.is_own and _tangents_only_at[-1:] == [_level()])
+        return None, None, None, *Reduce.apply(ctx.sharding, ctx.page, is_wanted, *gradients)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, __: None, ___: None, *tangents: torch.Tensor | None) -> Any:  # noqa: D102
+    def jvp(ctx: Any, _: None, __: None, ___: None, *tangents: torch.Tensor | None) -> Any:
         given = _no_none(ctx.sharding, ctx.page, tangents)
         _refuse_basis(ctx.sharding, given)
         return Gather.apply(ctx.sharding, ctx.page, False, *given)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, sharding: Sharding, page: Page, is_own: bool, *parts: torch.Tensor) -> Any:  # noqa: D102
+    def vmap(info: Any, in_dims: Any, sharding: Sharding, page: Page, is_own: bool, *parts: torch.Tensor) -> Any:
         batched = _batch_first(info.batch_size, in_dims[3:], parts)
         return Gather.apply(sharding, page, False, *batched), (0,) * len(parts)
 
@@ -71,73 +74,80 @@ class Gather(Function):
 class Reduce(Function):
     """This rank's parts of the mean over ranks of one page's local tensors; the transpose of :class:`Gather`.
 
-    ``Reduce.apply(sharding, page, *tensors)``: each tensor is [*batch, *shape], or None for zeros; each part
-    [*batch, n].
+    ``Reduce.apply(sharding, page, is_wanted, *tensors)``: each tensor is [*batch, *shape], or None for zeros; each part
+    [*batch, n]. With ``is_wanted`` false the value is not computed, only its tangent.
     """
 
     @staticmethod
-    def forward(sharding: Sharding, page: Page, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:  # noqa: D102
+    def forward(
+        sharding: Sharding, page: Page, is_wanted: bool, *tensors: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
         _refuse_tracing("a reduction over ranks")
         with below_transforms():
             batch = _batch_of(page, tensors)
-            full = _packed(page, tensors, batch, 1.0 / sharding.axes.num_ranks)
-            reduced = full.new_empty(math.prod(batch) * page.layout.shard_numel)
+            ranges = [page.layout.part(slot, sharding.rank) for slot in page.layout.slots]
+            if not is_wanted:
+                return tuple(page.master.new_full((*batch, stop - start), math.nan) for start, stop in ranges)
             label = f"reduction of {page.label} in parameter space" + _over(batch)
             sharding.axes.agree(label)
-            sharding.axes.shard.reduce_scatter(reduced, full, label).wait()
+            reduced = full = _packed(sharding, page, tensors, batch)
+            if sharding.axes.shard.size > 1:
+                reduced = full.new_empty(math.prod(batch) * page.layout.shard_numel)
+                sharding.axes.shard.reduce_scatter(reduced, full, label).wait()
             sharding.axes.replicate.all_reduce(reduced, label).wait()
             rows = reduced.view(*batch, page.layout.shard_numel)
-            ranges = [page.layout.part(slot, sharding.rank) for slot in page.layout.slots]
             if not batch:
                 return tuple(alias(reduced, start, (stop - start,)) for start, stop in ranges)
             return tuple(rows[..., start:stop].clone() for start, stop in ranges)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: D102
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.sharding, ctx.page = inputs[:2]
-        ctx.is_given = [tensor is not None for tensor in inputs[2:]]
+        ctx.is_given = [tensor is not None for tensor in inputs[3:]]
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # noqa: D102
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         gathered = Gather.apply(ctx.sharding, ctx.page, False, *_no_none(ctx.sharding, ctx.page, gradients))
         pairs = zip(gathered, ctx.is_given, strict=True)
-        return None, None, *(tensor if is_given else None for tensor, is_given in pairs)
+        return None, None, None, *(tensor if is_given else None for tensor, is_given in pairs)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor | None) -> Any:  # noqa: D102
-        return Reduce.apply(ctx.sharding, ctx.page, *tangents)
+    def jvp(ctx: Any, _: None, __: None, ___: None, *tangents: torch.Tensor | None) -> Any:
+        return Reduce.apply(ctx.sharding, ctx.page, True, *tangents)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, sharding: Sharding, page: Page, *tensors: torch.Tensor | None) -> Any:  # noqa: D102
-        batched = _batch_first(info.batch_size, in_dims[2:], tensors)
-        return Reduce.apply(sharding, page, *batched), (0,) * len(tensors)
+    def vmap(
+        info: Any, in_dims: Any, sharding: Sharding, page: Page, is_wanted: bool, *tensors: torch.Tensor | None
+    ) -> Any:
+        batched = _batch_first(info.batch_size, in_dims[3:], tensors)
+        return Reduce.apply(sharding, page, is_wanted, *batched), (0,) * len(tensors)
 
 
 class Total(Function):
     """Sum over the shard axis of one tensor per rank, the same on every rank of the axis."""
 
     @staticmethod
-    def forward(sharding: Sharding, value: torch.Tensor, label: str) -> torch.Tensor:  # noqa: D102
+    def forward(sharding: Sharding, value: torch.Tensor, label: str) -> torch.Tensor:
         _refuse_tracing(label)
         with below_transforms():
             sharding.axes.agree(f"{label}{_over(tuple(value.shape))}")
             return sharding.axes.shard.sum(value.clone(memory_format=torch.contiguous_format), label)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: D102
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.sharding, _, ctx.label = inputs
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # noqa: D102
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return None, Mean.apply(ctx.sharding, gradient, ctx.label), None
 
     @staticmethod
-    def jvp(ctx: Any, _: None, tangent: torch.Tensor, __: None) -> Any:  # noqa: D102
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor, __: None) -> Any:
         return Total.apply(ctx.sharding, tangent, ctx.label)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, sharding: Sharding, value: torch.Tensor, label: str) -> Any:  # noqa: D102
+    def vmap(info: Any, in_dims: Any, sharding: Sharding, value: torch.Tensor, label: str) -> Any:
         return Total.apply(sharding, value.movedim(in_dims[1], 0), label), 0
 
 
@@ -149,7 +159,7 @@ class Mean(Function):
     """
 
     @staticmethod
-    def forward(sharding: Sharding, value: torch.Tensor, label: str) -> torch.Tensor:  # noqa: D102
+    def forward(sharding: Sharding, value: torch.Tensor, label: str) -> torch.Tensor:
         _refuse_tracing(label)
         with below_transforms():
             sharding.axes.agree(f"{label}{_over(tuple(value.shape))}")
@@ -158,19 +168,19 @@ class Mean(Function):
             return total.div_(sharding.axes.num_ranks)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: D102
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.sharding, _, ctx.label = inputs
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # noqa: D102
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return None, Mean.apply(ctx.sharding, gradient, ctx.label), None
 
     @staticmethod
-    def jvp(ctx: Any, _: None, tangent: torch.Tensor, __: None) -> Any:  # noqa: D102
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor, __: None) -> Any:
         return Mean.apply(ctx.sharding, tangent, ctx.label)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, sharding: Sharding, value: torch.Tensor, label: str) -> Any:  # noqa: D102
+    def vmap(info: Any, in_dims: Any, sharding: Sharding, value: torch.Tensor, label: str) -> Any:
         return Mean.apply(sharding, value.movedim(in_dims[1], 0), label), 0
 
 
@@ -181,26 +191,48 @@ class Part(Function):
     """
 
     @staticmethod
-    def forward(flat: torch.Tensor, start: int, stop: int, num_shards: int) -> torch.Tensor:  # noqa: D102
+    def forward(flat: torch.Tensor, start: int, stop: int, num_shards: int) -> torch.Tensor:
         return flat[..., start:stop].clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: D102
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         flat, ctx.start, ctx.stop, ctx.num_shards = inputs
         ctx.numel = flat.shape[-1]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # noqa: D102
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         padded = torch.nn.functional.pad(gradient, (ctx.start, ctx.numel - ctx.stop))
         return padded * ctx.num_shards, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:  # noqa: D102
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
         return Part.apply(tangent, ctx.start, ctx.stop, ctx.num_shards)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, flat: torch.Tensor, start: int, stop: int, num_shards: int) -> Any:  # noqa: D102
+    def vmap(info: Any, in_dims: Any, flat: torch.Tensor, start: int, stop: int, num_shards: int) -> Any:
         return Part.apply(flat.movedim(in_dims[0], 0), start, stop, num_shards), 0
+
+
+# -- gradients whose tangents alone are wanted -------------------------------------------------------------------------
+
+_tangents_only_at: list[int] = []
+
+
+@contextmanager
+def tangents_only() -> Iterator[None]:
+    """Pull back to a module's own shards for tangents alone: the gradient itself is not reduced, and comes out nan.
+
+    A gradient that the pullback itself takes, at a level of its own, is not meant.
+    """
+    _tangents_only_at.append(-1 if torch.is_anomaly_enabled() else _level())
+    try:
+        yield
+    finally:
+        _tangents_only_at.pop()
+
+
+def _level() -> int:
+    return int(torch._C._functorch.maybe_current_level() or 0)
 
 
 # -- pages of given parts ---------------------------------------------------------------------------------------------
@@ -227,17 +259,21 @@ def _batch_of(page: Page, tensors: Sequence[torch.Tensor | None]) -> Batch:
     return ()
 
 
-def _packed(page: Page, tensors: Sequence[torch.Tensor | None], batch: Batch, factor: float) -> torch.Tensor:
-    """The page's flat buffer times ``factor``, [num_shards, *batch, shard_numel] as one dimension; None is zero."""
-    layout = page.layout
-    copies = math.prod(batch)
-    full = torch.zeros(copies, layout.padded_numel, dtype=page.master.dtype, device=page.master.device)
+def _packed(sharding: Sharding, page: Page, tensors: Sequence[torch.Tensor | None], batch: Batch) -> torch.Tensor:
+    """The page over the number of ranks, [num_shards, *batch, shard_numel] as one dimension; None is zero."""
+    layout, axes, copies = page.layout, sharding.axes, math.prod(batch)
+    # What is split is needed no longer than the reduction takes.
+    allocate = sharding.reducer.pool.take if axes.shard.size > 1 and copies == 1 else torch.empty
+    full = allocate(copies * layout.padded_numel, dtype=page.master.dtype, device=page.master.device).view(copies, -1)
+    full[:, layout.numel :].zero_()
     for slot, tensor in zip(layout.slots, tensors, strict=True):
-        if tensor is not None:
-            place = full[:, slot.offset : slot.offset + slot.numel]
-            torch.mul(tensor.reshape(copies, -1), factor, out=place) if tensor.dtype == full.dtype else place.copy_(
-                tensor.reshape(copies, -1)
-            ).mul_(factor)
+        place = full[:, slot.offset : slot.offset + slot.numel]
+        if tensor is None:
+            place.zero_()
+        elif tensor.dtype == full.dtype:
+            torch.mul(tensor.reshape(copies, -1), 1 / axes.num_ranks, out=place)
+        else:
+            place.copy_(tensor.reshape(copies, -1)).div_(axes.num_ranks)
     if copies == 1:
         return full.view(-1)
     return full.view(copies, layout.num_shards, -1).transpose(0, 1).reshape(-1)
@@ -290,16 +326,21 @@ def _refuse_basis(sharding: Sharding, tangents: Sequence[torch.Tensor]) -> None:
     the derivative along their sum.
 
     Raises:
-        ValueError: On every rank, if two ranks or more push the basis vectors of a page.
+        ValueError: On every rank, if two ranks or more push basis vectors in the same entries of the vmap.
     """
     if sharding.axes.shard.size == 1 or all(plain(tangent) is tangent for tangent in tangents):
         return
     with outside_transforms():
         rows = [plain(tangent) for tangent in tangents]
-        is_basis = all(r.dim() == 2 and len(r) == len(rows[0]) for r in rows) and _is_identity(torch.cat(rows, 1))
+        fits = all(r.dim() == 2 and len(r) == len(rows[0]) for r in rows)
+        pushed = torch.zeros(
+            sharding.axes.shard.size, 2
+        )  # of each rank: its first basis vector's row, and the next one's
+        pushed[sharding.rank] = torch.tensor(_identity_rows(torch.cat(rows, 1)) if fits else (0, 0))
         sharding.axes.agree("tangents over shards")
-        count = sharding.axes.shard.sum(torch.tensor(float(is_basis)), "tangents over shards")
-    if count > 1:
+        sharding.axes.shard.sum(pushed, "tangents over shards")
+    ranges = sorted((first, last) for first, last in pushed.tolist() if last > first)
+    if any(ahead[1] > behind[0] for ahead, behind in itertools.pairwise(ranges)):
         raise ValueError(
             "torch.func.jacfwd (or hessian) over shards would push a basis vector of every rank at once, and mix their "
             "derivatives. Use zerofunc.jacfwd(function, module)(shards), torch.func.jacrev, or vmap of jvp over "
@@ -307,8 +348,10 @@ def _refuse_basis(sharding: Sharding, tangents: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _is_identity(rows: torch.Tensor) -> bool:
-    """Whether the rows that are not zero are consecutive rows of an identity matrix."""
+def _identity_rows(rows: torch.Tensor) -> tuple[int, int]:
+    """Where rows of an identity matrix are, if all others are zero; an empty range otherwise."""
     row, column = rows.nonzero(as_tuple=True)
     consecutive = bool((row.diff() == 1).all()) and bool((column.diff() == 1).all())
-    return len(row) >= min(2, rows.shape[1]) > 0 and consecutive and bool((rows[row, column] == 1).all())
+    if len(row) >= min(2, rows.shape[1]) > 0 and consecutive and bool((rows[row, column] == 1).all()):
+        return int(row[0]), int(row[-1]) + 1
+    return 0, 0

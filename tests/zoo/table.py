@@ -21,7 +21,6 @@ from zerofunc.verify.run import CANNOT, OK, Outcome, Setting
 from zoo.catalogue import ALONE, MODELS, THOROUGH, UNANNOUNCED, cells_of, failures, judge_model
 
 LIBRARIES = (zerofunc, torch, transformers, diffusers, e3nn)
-STAGES = (0, 1, 2, 3)
 SECTIONS = list(dict.fromkeys(cell.section for cell in CELLS if cell.models is None))
 SECTION_OF = {cell.name: cell.section for cell in CELLS}
 ORDER = [OK, ALONE, CANNOT]
@@ -42,12 +41,12 @@ with elementary operations either.
 """
 
 
-def measured(models, nproc):
+def measured(models, stages, nproc):
     """Yields the outcomes of each model: a dict from (cell, stage) to the worst over ranks."""
     with RankPool(nproc, timeout_s=3600) as pool:
         for model in models:
             found = {}
-            for stage in STAGES:
+            for stage in stages:
                 per_rank = pool.run(judge_model, model, stage, cells_of(model))
                 for outcomes in zip(*per_rank, strict=True):
                     worst = max(outcomes, key=lambda outcome: (ORDER + [outcome.status]).index(outcome.status))
@@ -58,7 +57,7 @@ def measured(models, nproc):
 def entry(found, section):
     """How many cells of a section are ok, and ok on the engine alone; by stage where stages differ."""
     texts = []
-    for stage in STAGES:
+    for stage in sorted({stage for _, stage in found}):
         statuses = [found[cell, at].status for cell, at in found if at == stage and SECTION_OF[cell] == section]
         counts = Counter(statuses)
         text = f"{counts[OK]} + {counts[ALONE]}" if counts[ALONE] else f"{counts[OK]}"
@@ -98,26 +97,27 @@ def reasons(outcomes, status):
 def main():
     parser = argparse.ArgumentParser(description="Measure the zoo and write the table.")
     parser.add_argument("--models", nargs="*", help="names such as gpt2; all by default")
+    parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "docs" / "zoo.md")
     options = parser.parse_args()
     chosen = [model for model in MODELS if not options.models or model.split(":")[1] in options.models]
     outcomes: dict[str, dict[tuple[str, int], Outcome]] = {}
-    for model, found in measured(chosen, options.nproc):
+    for model, found in measured(chosen, options.stages, options.nproc):
         outcomes[model] = found
         print(model, dict(Counter(outcome.status for outcome in found.values())), flush=True)
     bad = [f"{model}: {outcome}" for model in outcomes for outcome in failures(outcomes[model].values())]
     print(*bad, sep="\n")
-    options.out.write_text(page(outcomes, options.nproc))
+    options.out.write_text(page(outcomes, options.stages, options.nproc))
     sys.exit(bool(bad))
 
 
-def page(outcomes, nproc):
+def page(outcomes, stages, nproc):
     """The document."""
     head = HEAD.format(
         nproc=nproc,
         command="PYTHONPATH=tests python " + " ".join(["-m zoo.table", *sys.argv[1:]]),
-        stages=", ".join(map(str, STAGES)),
+        stages=", ".join(map(str, stages)),
         tolerance=Setting().tolerance,
         versions=", ".join(f"{library.__name__} {library.__version__}" for library in LIBRARIES)
         + f", Python {platform.python_version()}",

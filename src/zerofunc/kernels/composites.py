@@ -74,9 +74,16 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     torch._pad_packed_sequence: recurrent.pad_packed_sequence,
 }
 
+PAST_FORWARD_MODE = {
+    torch.native_layer_norm, torch.layer_norm, torch.softmax, torch.special.softmax, Tensor.softmax, torch.log_softmax,
+    torch.special.log_softmax, Tensor.log_softmax, torch.logsumexp, torch.special.logsumexp, Tensor.logsumexp,
+    torch._C._nn.cross_entropy_loss, torch._C._nn.glu,
+}  # fmt: skip
+"""Those with a fault only where a tangent is differentiated again."""
+
 WITHOUT_VMAP = {
     torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.lstm_cell, torch.rrelu, torch._pack_padded_sequence,
-    torch.scatter_reduce, Tensor.scatter_reduce, torch.index_reduce, Tensor.index_reduce,
+    torch.scatter_reduce, Tensor.scatter_reduce, torch.index_reduce, Tensor.index_reduce, torch.group_norm,
 }  # fmt: skip
 """Those that PyTorch cannot even vmap."""
 

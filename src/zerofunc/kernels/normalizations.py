@@ -68,7 +68,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    """``torch.group_norm``: no forward mode of inputs that are not contiguous (channels_last, transposed)."""
+    """``torch.group_norm``: no forward mode and no vmap of inputs that are not contiguous (channels_last)."""
     return torch.group_norm(input.contiguous(), num_groups, weight, bias, eps, cudnn_enabled)
 
 

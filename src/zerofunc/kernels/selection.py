@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.overrides import TorchFunctionMode
 
-from zerofunc.kernels.composites import COMPOSITES, PLAIN_LAYERS, WITHOUT_VMAP
+from zerofunc.kernels.composites import COMPOSITES, PAST_FORWARD_MODE, PLAIN_LAYERS, WITHOUT_VMAP
 
 
 def _is_beyond_first_order() -> bool:
@@ -33,6 +33,17 @@ def _is_beyond_first_order() -> bool:
     if len(grads) == 1:  # does autograd record the gradient itself?
         return bool(CGradInterpreterPtr(grads[0]).prevGradMode())
     return len(grads) > 1
+
+
+def _is_past_forward_mode() -> bool:
+    """Whether a derivative may be taken of the tangents of what runs now."""
+    stack = get_interpreter_stack() or ()
+    grads = [level for level in stack if level.key() == TransformType.Grad]
+    jvps = [level for level in stack if level.key() == TransformType.Jvp]
+    recorded = CGradInterpreterPtr(grads[0]).prevGradMode() if grads else torch.is_grad_enabled()
+    if not jvps:  # dual numbers by hand, inside or outside of the reverse levels
+        return forward_ad._current_level >= 0 and (recorded or bool(grads))
+    return recorded or len(jvps) > 1 or (bool(grads) and grads[0].level() < jvps[0].level())
 
 
 def _is_transformed() -> bool:
@@ -53,7 +64,9 @@ class CompositeKernels(TorchFunctionMode):
         self.always = always
 
     def _selects(self, func: Any) -> bool:
-        return self.always or _is_beyond_first_order() or (func in WITHOUT_VMAP and _is_transformed())
+        if self.always or (func in WITHOUT_VMAP and _is_transformed()):
+            return True
+        return _is_past_forward_mode() if func in PAST_FORWARD_MODE else _is_beyond_first_order()
 
     def __torch_function__(
         self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

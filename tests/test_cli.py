@@ -59,20 +59,24 @@ def verify(tmp_path, model, *options):
     return result, json.loads(file.read_text()) if file.exists() else None
 
 
-def test_the_table_of_ones_own_model_is_ok(tmp_path):
+def test_the_table_of_ones_own_model_is_ok(tmp_path, monkeypatch):
+    cells = [cell for cell in CELLS if cell.models is None and cell.name != "linearize"]
+    monkeypatch.setattr("zerofunc.cli.CELLS", cells)
     result, outcomes = verify(tmp_path, f"{__name__}:scaled", "--stages", "0,3", "--nproc", "1")
     assert result.exit_code == 0, result.output
     assert {(outcome["stage"], outcome["status"]) for outcome in outcomes} == {(0, "ok"), (3, "ok")}
-    assert len(outcomes) == 2 * len(CELLS)
+    assert len(outcomes) == 2 * len(cells)
     assert "over inputs" in result.output
 
 
-def test_a_wrong_number_is_shown_and_ends_in_exit_code_1(tmp_path):
+def test_a_wrong_number_is_shown_and_ends_in_exit_code_1(tmp_path, monkeypatch):
+    names = {"forward", "grad", "jvp", "ordinary loss"}
+    monkeypatch.setattr("zerofunc.cli.CELLS", [cell for cell in CELLS if cell.name in names])
     result, outcomes = verify(tmp_path, f"{__name__}:wrong_when_sharded", "--stages", "2,3", "--nproc", "1")
     assert result.exit_code == 1
     assert {outcome["status"] for outcome in outcomes if outcome["stage"] == 2} == {"ok"}
     wrong = {outcome["cell"] for outcome in outcomes if outcome["stage"] == 3 and outcome["status"] == "wrong"}
-    assert {"forward", "grad", "jvp", "ordinary loss"} <= wrong
+    assert wrong == names
     assert "differs by" in result.output
 
 

@@ -106,9 +106,9 @@ def main():
     for model, found in measured(chosen, options.stages, options.nproc):
         outcomes[model] = found
         print(model, dict(Counter(outcome.status for outcome in found.values())), flush=True)
+        options.out.write_text(page(outcomes, options.stages, options.nproc))
     bad = [f"{model}: {outcome}" for model in outcomes for outcome in failures(outcomes[model].values())]
     print(*bad, sep="\n")
-    options.out.write_text(page(outcomes, options.stages, options.nproc))
     sys.exit(bool(bad))
 
 

@@ -6,7 +6,7 @@ gradients: `zerofunc.clipped_grad` takes their norms layer by layer, then one ba
 The digits drawn and the noise are the same on any number of ranks. Opacus' accountant turns steps into the budget
 (epsilon, delta) that has been spent.
 
-    pip install 'zerofunc[demo]' opacus
+    pip install 'zerofunc[demo]'
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/dp_digits.py --stage 3
     python examples/dp_digits.py
 """
@@ -37,7 +37,7 @@ try:
     from sklearn.datasets import load_digits
 except ImportError as error:
     raise SystemExit(
-        f"scikit-learn, matplotlib and opacus are needed ({error}): pip install 'zerofunc[demo]' opacus"
+        f"scikit-learn, matplotlib and opacus are needed ({error}): pip install 'zerofunc[demo]'"
     ) from None
 
 matplotlib.use("Agg")

@@ -131,6 +131,7 @@ def page(outcomes, stages, nproc):
         *(f"- {cell}" for cell in cells_of("")), "",
         f"In {', '.join(sorted(UNANNOUNCED))}, nothing announces that a plain forward is differentiated twice: where "
         "plain PyTorch cannot do it, the model runs inside `zerofunc.second_order()`.", "",
+        f"Not reached by this run: {', '.join(short(m) for m in MODELS if m not in outcomes) or 'none'}.", "",
         "Not here: training mode (dropout), generation with caches, float16 and bfloat16, accelerators.", "",
         "## What plain PyTorch cannot do, and the engine can", "", *reasons(outcomes, ALONE), "",
         "## What neither can do", "", *(list(reasons(outcomes, CANNOT)) or ["Nothing."]), "",

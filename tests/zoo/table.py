@@ -116,7 +116,7 @@ def page(outcomes, stages, nproc):
     """The document."""
     head = HEAD.format(
         nproc=nproc,
-        command="PYTHONPATH=tests python " + " ".join(["-m zoo.table", *sys.argv[1:]]),
+        command=f"PYTHONPATH=tests python -m zoo.table --nproc {nproc} --stages {' '.join(map(str, stages))}",
         stages=", ".join(map(str, stages)),
         tolerance=Setting().tolerance,
         versions=", ".join(f"{library.__name__} {library.__version__}" for library in LIBRARIES)

@@ -15,9 +15,10 @@ test: $(READY)
 test-slow: $(READY)
 	$(BIN)/python -m pytest -q -m "slow and not zoo"
 
-# Architectures of transformers, message passing, potentials: about an hour.
+# Architectures of transformers, message passing, potentials: about an hour. Writes docs/zoo.md.
 test-zoo: $(READY)
 	$(BIN)/python -m pytest -q -m zoo tests/zoo
+	PYTHONPATH=tests $(BIN)/python -m zoo.table
 
 check: $(READY)
 	$(BIN)/ruff check

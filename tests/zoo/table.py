@@ -1,9 +1,5 @@
-"""Writes ``docs/zoo.md``: every model's cells at every stage, measured.
+"""Writes ``docs/zoo.md`` from what the tests of the zoo found. ``make test-zoo`` runs both."""
 
-PYTHONPATH=tests python -m zoo.table
-"""
-
-import argparse
 import platform
 import sys
 from collections import Counter
@@ -15,23 +11,23 @@ import torch
 import transformers
 
 import zerofunc
-from zerofunc.testing import RankPool
 from zerofunc.verify.cells import CELLS
-from zerofunc.verify.run import CANNOT, OK, Outcome, Setting
-from zoo.catalogue import ALONE, MODELS, THOROUGH, UNANNOUNCED, cells_of, failures, judge_model
+from zerofunc.verify.run import CANNOT, OK, Setting
+from zoo.catalogue import ALONE, MODELS, THOROUGH, UNANNOUNCED, cells_of, failures
+from zoo.outcomes import ORDER, kept
 
 LIBRARIES = (zerofunc, torch, transformers, diffusers, e3nn)
 SECTIONS = list(dict.fromkeys(cell.section for cell in CELLS if cell.models is None))
 SECTION_OF = {cell.name: cell.section for cell in CELLS}
-ORDER = [OK, ALONE, CANNOT]
+TABLE = Path(__file__).parents[2] / "docs" / "zoo.md"
 HEAD = """# The zoo: architectures as they come from their libraries
 
-Tiny and random, in evaluation mode and float64, on {nproc} ranks with CPU and gloo. Each cell is judged as the first
+Tiny and random, in evaluation mode and float64, on 2 ranks with CPU and gloo. Each cell is judged as the first
 thing an engine does and after two training steps, and training is checked right afterwards. The engine runs the model
 as it comes, LayerNorm, fused attention and all. It is compared with the same model of elementary operations in plain
 PyTorch, within {tolerance:g} of each tensor's largest value, and that one with finite differences. Measured by
 
-    {command}
+    make test-zoo
 
 with {versions}.
 
@@ -39,19 +35,6 @@ A number counts the cells that are ok at all of stages {stages}. After a plus: t
 as plain PyTorch raises or is wrong there with the model as it comes. In brackets: those that plain PyTorch cannot do
 with elementary operations either.
 """
-
-
-def measured(models, stages, nproc):
-    """Yields the outcomes of each model: a dict from (cell, stage) to the worst over ranks."""
-    with RankPool(nproc, timeout_s=3600) as pool:
-        for model in models:
-            found = {}
-            for stage in stages:
-                per_rank = pool.run(judge_model, model, stage, cells_of(model))
-                for outcomes in zip(*per_rank, strict=True):
-                    worst = max(outcomes, key=lambda outcome: (ORDER + [outcome.status]).index(outcome.status))
-                    found[worst.cell, stage] = worst
-            yield model, found
 
 
 def entry(found, section):
@@ -95,28 +78,19 @@ def reasons(outcomes, status):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Measure the zoo and write the table.")
-    parser.add_argument("--models", nargs="*", help="names such as gpt2; all by default")
-    parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
-    parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "docs" / "zoo.md")
-    options = parser.parse_args()
-    chosen = [model for model in MODELS if not options.models or model.split(":")[1] in options.models]
-    outcomes: dict[str, dict[tuple[str, int], Outcome]] = {}
-    for model, found in measured(chosen, options.stages, options.nproc):
-        outcomes[model] = found
-        print(model, dict(Counter(outcome.status for outcome in found.values())), flush=True)
-        options.out.write_text(page(outcomes, options.stages, options.nproc))
+    outcomes = kept()
+    if not outcomes:
+        sys.exit("nothing to write: run make test-zoo first")
+    TABLE.write_text(page(outcomes))
     bad = [f"{model}: {outcome}" for model in outcomes for outcome in failures(outcomes[model].values())]
     print(*bad, sep="\n")
     sys.exit(bool(bad))
 
 
-def page(outcomes, stages, nproc):
+def page(outcomes):
     """The document."""
+    stages = sorted({stage for found in outcomes.values() for _, stage in found})
     head = HEAD.format(
-        nproc=nproc,
-        command=f"PYTHONPATH=tests python -m zoo.table --nproc {nproc} --stages {' '.join(map(str, stages))}",
         stages=", ".join(map(str, stages)),
         tolerance=Setting().tolerance,
         versions=", ".join(f"{library.__name__} {library.__version__}" for library in LIBRARIES)
@@ -131,7 +105,7 @@ def page(outcomes, stages, nproc):
         *(f"- {cell}" for cell in cells_of("")), "",
         f"In {', '.join(sorted(UNANNOUNCED))}, nothing announces that a plain forward is differentiated twice: where "
         "plain PyTorch cannot do it, the model runs inside `zerofunc.second_order()`.", "",
-        f"Not reached by this run: {', '.join(short(m) for m in MODELS if m not in outcomes) or 'none'}.", "",
+        f"Not judged: {', '.join(short(m) for m in MODELS if m not in outcomes) or 'none'}.", "",
         "Not here: training mode (dropout), generation with caches, float16 and bfloat16, accelerators.", "",
         "## What plain PyTorch cannot do, and the engine can", "", *reasons(outcomes, ALONE), "",
         "## What neither can do", "", *(list(reasons(outcomes, CANNOT)) or ["Nothing."]), "",

@@ -4,6 +4,7 @@ import pytest
 
 from zerofunc.verify.run import CANNOT
 from zoo.catalogue import MODELS, cells_of, failures, judge_model
+from zoo.outcomes import keep
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 # What PyTorch cannot do even with elementary operations: experts that select their tokens by value have no vmap.
@@ -20,5 +21,6 @@ NOT_IN_PYTORCH = {
 @pytest.mark.parametrize("model", MODELS)
 def test_every_architecture_equals_plain_pytorch(model, stage):
     outcomes = judge_model(model, stage, cells_of(model))
+    keep(model, stage, outcomes)
     assert failures(outcomes) == []
     assert [outcome.cell for outcome in outcomes if outcome.status == CANNOT] == NOT_IN_PYTORCH.get(model, [])

@@ -137,6 +137,29 @@ def test_every_derivative_is_that_of_the_function(call):
         assert_close(gradients_of(model, loss, x), gradients_of(plain, loss, x), name)
 
 
+def with_jvp_on_top(derivative, model, x):
+    return jvp(lambda x: derivative(model, x), (x,), (x.cos(),))
+
+
+def with_dual_numbers_on_top(derivative, model, x):
+    with forward_ad.dual_level():
+        return tuple(forward_ad.unpack_dual(derivative(model, forward_ad.make_dual(x, x.cos()))))
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU, nn.Mish, nn.GELU, nn.Hardswish, nn.ELU, nn.Softplus])
+def test_a_gradient_whose_fused_kernel_has_no_tangent_is_pushed_forward(activation):
+    plain = build(lambda: nn.Sequential(nn.Linear(4, 6), activation(), nn.Linear(6, 3)))
+    model, x = functools.partial(checkpoint, plain), data(0, 0)[:3]
+
+    def gradient(model, x):
+        return grad(squares(model))(x)
+
+    for push in (with_jvp_on_top, with_dual_numbers_on_top):
+        assert_close(push(gradient, model, x), push(gradient, plain, x), push.__name__)
+    per_sample = vmap(lambda x: with_jvp_on_top(gradient, model, x))(x)
+    assert_close(per_sample, vmap(lambda x: with_jvp_on_top(gradient, plain, x))(x))
+
+
 def check_sharded(stage, over_inputs, losses):
     """All ranks have the same data, so that the mean of their gradients is that of one process."""
     engine, plain, x = engine_of(build(lambda: Deep(checkpoint)), stage), build(Deep), data(0, 0)[:3]

@@ -216,7 +216,7 @@ def _pullback(
     tensors, cotangents = _parted(operands, len(given))
     restricted = _restricted(function, tensors, wanted, given)
     primals = [tensors[index] for index in wanted]
-    again = torch.is_grad_enabled()
+    again = torch.is_grad_enabled() or forward_ad._current_level >= 0  # fused backward kernels have no tangents
     gradients: list[torch.Tensor | None] = [None] * len(wanted)
 
     def differentiated(*inputs: torch.Tensor) -> Tensors:

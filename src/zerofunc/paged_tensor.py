@@ -81,7 +81,7 @@ class PagedTensor(torch.Tensor):
             storage_offset=meta.storage_offset(),
             storage_size=meta.untyped_storage().nbytes(),
             dtype=meta.dtype,
-            device=page.master.device,
+            device=page.device,
         )
         self._pager, self._page, self._slot = pager, page, slot
         self._meta, self._chain, self._taken_at = meta, chain, taken_at

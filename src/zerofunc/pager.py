@@ -76,7 +76,18 @@ class Page:
     @property
     def is_its_own_copy(self) -> bool:
         """Whether the shard is the whole page, in the parameters' data type, so that nothing needs gathering."""
-        return self.layout.num_shards == 1 and self.master.dtype == self.dtype and self.master.dim() == 1
+        return self.layout.num_shards == 1 and self.is_aliased and self.master.dim() == 1
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether masters are of the parameters' own data type, where the module computes."""
+        return self.master.dtype == self.dtype and self.master.device == self.device
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module computes; masters may be elsewhere."""
+        device: torch.device = self.layout.key[1]
+        return device
 
     @property
     def gathered_bytes(self) -> int:
@@ -104,7 +115,7 @@ class Page:
     def take_over(self, flat: torch.Tensor, indices: Iterable[int], rank: int) -> None:
         """Copy this rank's part of ``flat`` into the shards of some slots; unchanged digits of a master are kept."""
         for index in indices:
-            shard, part = self.shards[index].detach(), flat[self.part(index, rank)]
+            shard, part = self.shards[index].detach(), flat[self.part(index, rank)].to(self.master.device)
             if shard.dtype != part.dtype:
                 shard.copy_(torch.where(shard.to(part.dtype) == part, shard, part.to(shard.dtype)))
             elif shard.numel() and shard.data_ptr() == part.data_ptr():
@@ -222,12 +233,12 @@ class Pager:
     def _gather(self, page: Page) -> _Resident:
         self._drop(page)
         self._make_room(page.gathered_bytes)
-        buffer = self.pool.take(page.layout.padded_numel, page.dtype, page.master.device)
+        buffer = self.pool.take(page.layout.padded_numel, page.dtype, page.device)
         self._resident[page] = _Resident(buffer, page.versions(), self._start_gather(page, buffer))
         return self._resident[page]
 
     def _start_gather(self, page: Page, buffer: torch.Tensor) -> Work:
-        mine, label = page.master.to(page.dtype), f"gather of {page.label}"
+        mine, label = page.master.to(page.device, page.dtype), f"gather of {page.label}"
         if mine.dim() == 1:
             return self.axes.shard.all_gather(buffer, mine, label)
         copies, numel = mine.shape

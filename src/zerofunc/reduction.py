@@ -43,9 +43,10 @@ class _Flight:
 class _Backward:
     """One backward that is running: what it has packed, and how far its reductions have come."""
 
-    def __init__(self, num_pages: int) -> None:
-        self.local = [_Local() for _ in range(num_pages)]
-        self.turn = num_pages - 1
+    def __init__(self, pages: list[Page]) -> None:
+        self.local = [_Local() for _ in pages]
+        self.expected = [sum([parameter.requires_grad for parameter in page.parameters]) for page in pages]
+        self.turn = len(pages) - 1
         self.flights: deque[_Flight] = deque()
         self.landed: list[tuple[Page, torch.Tensor]] = []
 
@@ -63,6 +64,10 @@ class Reducer:
     Attributes:
         sync: Whether the next backward ends in a reduction. Otherwise gradients add up on this rank, full.
         scale: Factor on the gradients of a backward.
+        average: Whether gradients are averaged over the ranks; otherwise they are added up.
+        accumulate_in: Data type that unreduced gradients are kept in; the shards' own where None.
+        communicate_in: Data type that gradients are reduced in; the one that they are kept in where None.
+        need_all: Whether a trainable parameter without a gradient is an error.
         in_flight: The most pages whose reduction is under way; each holds a full page of gradient.
         keep_idle: Whether full-page buffers are kept from one backward to the next.
         finished: Number of backwards ended.
@@ -77,19 +82,28 @@ class Reducer:
         self.keep_idle = keep_idle
         self.sync = True
         self.scale = 1.0
+        self.average = True
+        self.accumulate_in: torch.dtype | None = None
+        self.communicate_in: torch.dtype | None = None
+        self.need_all = False
         self.guard: Callable[[], None] = lambda: None
         self.pool = BufferPool()
         self.finished = 0
         self.owed = False
         self._running: dict[int, _Backward] = {}  # by graph task; several where a backward calls another one
         self._accumulated = [_Local() for _ in pages]
+        self._unreduced: set[int] = set()  # pages that were trainable in a backward since the last reduction
         self._abandoned: list[_Flight] = []
 
     def attach(self) -> None:
-        """Hook every parameter of the pages. The hooks do not keep the reducer alive."""
+        """Hook every parameter of the pages, frozen ones too. The hooks do not keep the reducer alive."""
         for number, page in enumerate(self.pages):
             for slot, parameter in enumerate(page.parameters):
-                parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), number, slot))
+                trainable = parameter.requires_grad
+                parameter.requires_grad_(True).register_post_accumulate_grad_hook(
+                    _hook(weakref.ref(self), number, slot)
+                )
+                parameter.requires_grad_(trainable)
 
     def take(self, number: int, slot: int, gradient: torch.Tensor) -> None:
         """Collective where ``sync``. Add one parameter's local gradient to the backward that is running."""
@@ -97,24 +111,24 @@ class Reducer:
         if task not in self._running:
             if not self._running:
                 self.guard()
-            self._running[task] = _Backward(len(self.pages))
+            self._running[task] = _Backward(self.pages)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.finish(task))
         backward = self._running[task]
         with below_transforms():
             self._pack(backward.local[number], self.pages[number], slot, gradient.detach())
             if self.sync:
-                while backward.turn >= 0 and self._is_complete(backward, backward.turn):
+                while backward.turn >= 0 and self._is_complete(backward):
                     self._reduce_next(backward)
                     backward.land(self.in_flight)
 
     def _pack(self, local: _Local, page: Page, slot: int, gradient: torch.Tensor) -> None:
         layout = page.layout.slots[slot]
         if local.buffer is None:
-            local.buffer = self.pool.take(page.layout.padded_numel, page.master.dtype, page.master.device)
+            local.buffer = self._take(page)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         place = local.buffer.as_strided(layout.shape, layout.stride, layout.offset)
-        factor = self.scale / self.axes.num_ranks
+        factor = self.scale / self.axes.num_ranks if self.average else self.scale
         if slot in local.written:
             place.add_(gradient, alpha=factor)
         elif gradient.dtype == place.dtype:
@@ -123,21 +137,30 @@ class Reducer:
             place.copy_(gradient).mul_(factor)
         local.written.add(slot)
 
-    def _is_complete(self, backward: _Backward, number: int) -> bool:
-        return len(backward.local[number].written) == len(self.pages[number].parameters)
+    def _take(self, page: Page) -> torch.Tensor:
+        """A buffer for the full gradient of a page."""
+        kept_in = self.accumulate_in if self.accumulate_in and page.master.dtype == torch.float32 else None
+        return self.pool.take(page.layout.padded_numel, kept_in or page.master.dtype, page.device)
+
+    def _is_complete(self, backward: _Backward) -> bool:
+        """Whether the page in turn has all the gradients that it can get."""
+        return len(backward.local[backward.turn].written) >= backward.expected[backward.turn]
 
     def _reduce_next(self, backward: _Backward) -> None:
         """Collective. Start the reduction of the next page in turn; what did not report counts as zero."""
         number, page = backward.turn, self.pages[backward.turn]
         backward.turn -= 1
-        dtype, device = page.master.dtype, page.master.device
+        if not backward.expected[number] and number not in self._unreduced:
+            return  # frozen, on every rank
         full = self._filled(self._merged(backward.local[number], self._accumulated[number], page), page)
+        if self.communicate_in is not None:
+            full = full.to(self.communicate_in)
         backward.local[number] = _Local(None, backward.local[number].written)
         label = f"reduction of the gradient of {page.label}"
         if page.layout.num_shards == 1:
             reduced, work = full, self.axes.replicate.all_reduce(full, label)
         else:
-            reduced = self.pool.take(page.layout.shard_numel, dtype, device)
+            reduced = self.pool.take(page.layout.shard_numel, full.dtype, full.device)
             work = self.axes.shard.reduce_scatter(reduced, full, label)
             if self.axes.replicate.size > 1:
                 work.wait()
@@ -161,7 +184,7 @@ class Reducer:
     def _filled(self, local: _Local, page: Page) -> torch.Tensor:
         """The page's gradient with zeros in padding and in slots that hold nothing."""
         if local.buffer is None:
-            return self.pool.take(page.layout.padded_numel, page.master.dtype, page.master.device).zero_()
+            return self._take(page).zero_()
         for index, slot in enumerate(page.layout.slots):
             if index not in local.written:
                 local.buffer[slot.offset : slot.offset + slot.numel].zero_()
@@ -174,7 +197,7 @@ class Reducer:
         The autograd engine calls it; a rank whose backward reached none of the parameters must call it itself.
         """
         backward = self._running.pop(task, None) if task is not None else None
-        backward = backward or _Backward(len(self.pages))
+        backward = backward or _Backward(self.pages)
         with below_transforms():
             if self.sync:
                 try:
@@ -183,7 +206,9 @@ class Reducer:
                     self._abandoned += backward.flights
                     raise
                 self._accumulated = [_Local() for _ in self.pages]
+                self._unreduced.clear()
             else:
+                self._unreduced |= {number for number, expected in enumerate(backward.expected) if expected}
                 pairs = zip(backward.local, self._accumulated, self.pages, strict=True)
                 self._accumulated = [self._merged(local, before, page) for local, before, page in pairs]
         del backward
@@ -205,13 +230,29 @@ class Reducer:
         merged = self.axes.any(torch.tensor(flags, dtype=torch.uint8))
         reported = dict(zip(self.pages, merged.split([len(page.parameters) for page in self.pages]), strict=True))
         backward.land(0)
+        if self.need_all:
+            self._refuse_unused(reported)
         for page, reduced in backward.landed:
             _accumulate(page, reduced, reported[page].tolist(), self.axes.shard.rank)
+
+    def _refuse_unused(self, reported: dict[Page, torch.Tensor]) -> None:
+        unused = [
+            slot.name
+            for page, flags in reported.items()
+            for slot, parameter, flag in zip(page.layout.slots, page.parameters, flags.tolist(), strict=True)
+            if parameter.requires_grad and not flag
+        ]
+        if unused:
+            raise RuntimeError(
+                f"parameters got no gradient on any rank: {', '.join(unused[:10])}{' …' if len(unused) > 10 else ''}. "
+                "Freeze them, use them, or set zero_optimization.ignore_unused_parameters to true."
+            )
 
     def discard(self) -> None:
         """Forget the unreduced gradients, as after an error in a backward. Waits for nobody."""
         self.forget_failed()
         self._accumulated = [_Local() for _ in self.pages]
+        self._unreduced.clear()
         self.owed = False
 
     def forget_failed(self) -> None:
@@ -250,6 +291,6 @@ def _accumulate(page: Page, reduced: torch.Tensor, reported: list[int], rank: in
         start, stop = page.layout.part(slot, rank)
         part = alias(reduced, start, (stop - start,))
         if shard.grad is None:
-            shard.grad = part
+            shard.grad = part.to(shard)
         else:
             shard.grad.add_(part)

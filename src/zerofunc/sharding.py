@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -68,8 +69,9 @@ class Sharding:
         self.pages = pages
         self.pager = pager
         self.slots = {slot.name: (page, i) for page in pages for i, slot in enumerate(page.layout.slots)}
-        trainable = [page for page in pages if page.shards[0].requires_grad]
-        self.reducer = Reducer(axes, trainable, in_flight=1 if stage >= 2 else len(pages), keep_idle=stage < 2)
+        self.optimizer: torch.optim.Optimizer | None = None
+        differentiable = [page for page in pages if page.dtype.is_floating_point]
+        self.reducer = Reducer(axes, differentiable, in_flight=1 if stage >= 2 else len(pages), keep_idle=stage < 2)
         self.reducer.attach()
         ids = []
         for name, (page, index) in self.slots.items():
@@ -92,9 +94,13 @@ class Sharding:
         return self.axes.shard.rank
 
     def shard(self, name: str) -> torch.Tensor:
-        """This rank's leaf tensor of a parameter."""
+        """This rank's leaf tensor of a parameter; it requires a gradient if the parameter does so now."""
         page, index = self.slots[name]
-        return page.shards[index]
+        shard, parameter = page.shards[index], page.parameters[index]
+        if shard.requires_grad != parameter.requires_grad:
+            with enable_inplace_requires_grad(True):  # allowed inside a transform as well
+                shard.requires_grad_(parameter.requires_grad)
+        return shard
 
     @functools.cached_property
     def places(self) -> list[tuple[dict[str, Any], str, str]]:
@@ -140,12 +146,11 @@ class Sharding:
                 shards, parameters = page.note_changes()
                 if page.full is None or not (shards or parameters):
                     continue
-                is_aliased = page.full.dtype == page.master.dtype
-                if not is_aliased and parameters:
+                if not page.is_aliased and parameters:
                     page.take_over(page.full, parameters, self.rank)
                     page.note_changes()
-                if page.layout.num_shards > 1 or not is_aliased:
-                    part = page.master.to(page.dtype)
+                if page.layout.num_shards > 1 or not page.is_aliased:
+                    part = page.master.to(page.device, page.dtype)
                     works.append(self.axes.shard.all_gather(page.full, part, f"refresh of {page.label}"))
             for work in works:
                 work.wait()
@@ -226,6 +231,8 @@ def shard(
     prefetch: bool = True,
     unsplit: Iterable[str] = (),
     param_dtype: torch.dtype | None = None,
+    low_precision_masters: bool = False,
+    masters_on_cpu: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     second_order: bool = False,
 ) -> nn.Module:
@@ -246,6 +253,8 @@ def shard(
         unsplit: Names of modules whose parameters share one page, such as a mixture-of-experts block.
         param_dtype: What the module's floating-point parameters are computed and gathered in, such as bfloat16;
             shards stay float32. Their own data type by default.
+        low_precision_masters: Keep shards, and so optimizer state, in that low precision too.
+        masters_on_cpu: Keep shards and what an optimizer makes of them on the CPU; the module computes where it is.
         timeout_s: Seconds after which a rank that waits alone raises.
         second_order: Use kernels that have a second derivative in plain forwards too; see
             :func:`zerofunc.second_order`.
@@ -270,7 +279,8 @@ def shard(
             axes.broadcast(buffer, f"first broadcast of buffer {name!r}")
         pages = []
         for layout in _layouts(specs, axes.shard.size, page_bytes):
-            pages.append(_build_page(layout, [parameters[slot.name] for slot in layout.slots], stage, axes))
+            page_parameters = [parameters[slot.name] for slot in layout.slots]
+            pages.append(_build_page(layout, page_parameters, stage, axes, low_precision_masters, masters_on_cpu))
         for page in pages:
             _replace_parameters(page, [parameters[slot.name] for slot in page.layout.slots], stage, pager)
     module.__dict__["_zerofunc"] = Sharding(module, stage, axes, pages, pager)
@@ -315,10 +325,14 @@ def _layouts(specs: list[ParameterSpec], num_shards: int, page_bytes: int) -> li
     return list(build_pages(specs, num_shards, max(1, page_bytes // itemsize)))
 
 
-def _build_page(layout: PageLayout, parameters: list[nn.Parameter], stage: int, axes: Axes) -> Page:
+def _build_page(
+    layout: PageLayout, parameters: list[nn.Parameter], stage: int, axes: Axes, low_precision: bool, on_cpu: bool
+) -> Page:
     """Collective. One page with the first rank's values."""
     dtype, device, _ = layout.key
-    master_dtype = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+    is_low = dtype.is_floating_point and dtype.itemsize < 4
+    master_dtype = torch.float32 if is_low and not low_precision else dtype
+    master_device = torch.device("cpu") if on_cpu else device
     full = torch.zeros(layout.padded_numel, dtype=master_dtype, device=device)
     for slot, parameter in zip(layout.slots, parameters, strict=True):
         alias(full, slot.offset, slot.shape).copy_(parameter)
@@ -327,8 +341,8 @@ def _build_page(layout: PageLayout, parameters: list[nn.Parameter], stage: int, 
     axes.broadcast(full, f"first broadcast of {label}")
     rank = axes.shard.rank
     master = full[rank * layout.shard_numel : (rank + 1) * layout.shard_numel]
-    if stage == 3 or dtype != master_dtype:
-        master, full = master.clone(), full.to(dtype)
+    if stage == 3 or dtype != master_dtype or device != master_device:
+        master, full = master.to(master_device, copy=True), full.to(dtype)
     page = Page(layout, dtype, master, full=None if stage == 3 else full, label=label)
     for slot, parameter in zip(layout.slots, parameters, strict=True):
         start, stop = layout.part(slot, rank)

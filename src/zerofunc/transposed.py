@@ -95,6 +95,7 @@ class Reduce(Function):
                 reduced = full.new_empty(math.prod(batch) * page.layout.shard_numel)
                 sharding.axes.shard.reduce_scatter(reduced, full, label).wait()
             sharding.axes.replicate.all_reduce(reduced, label).wait()
+            reduced = reduced.to(page.master.device)
             rows = reduced.view(*batch, page.layout.shard_numel)
             if not batch:
                 return tuple(alias(reduced, start, (stop - start,)) for start, stop in ranges)
@@ -264,7 +265,7 @@ def _packed(sharding: Sharding, page: Page, tensors: Sequence[torch.Tensor | Non
     layout, axes, copies = page.layout, sharding.axes, math.prod(batch)
     # What is split is needed no longer than the reduction takes.
     allocate = sharding.reducer.pool.take if axes.shard.size > 1 and copies == 1 else torch.empty
-    full = allocate(copies * layout.padded_numel, dtype=page.master.dtype, device=page.master.device).view(copies, -1)
+    full = allocate(copies * layout.padded_numel, dtype=page.master.dtype, device=page.device).view(copies, -1)
     full[:, layout.numel :].zero_()
     for slot, tensor in zip(layout.slots, tensors, strict=True):
         place = full[:, slot.offset : slot.offset + slot.numel]

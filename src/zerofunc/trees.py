@@ -219,6 +219,15 @@ def grad_norm(module: nn.Module) -> torch.Tensor:
     return sharding.axes.shard.sum(squares, "norm of the gradient").sqrt()
 
 
+def overflowing(module: nn.Module) -> list[str]:
+    """Collective. Names of the parameters whose gradient has an infinity or a NaN, in the module's order."""
+    sharding = sharding_of(module)
+    gradients = _gradients(sharding)
+    flags = [name in gradients and not gradients[name].isfinite().all() for name in sharding.slots]
+    found = sharding.axes.any(torch.tensor(flags, dtype=torch.uint8))
+    return [name for name, flag in zip(sharding.slots, found.tolist(), strict=True) if flag]
+
+
 def clip_grad_norm_(module: nn.Module, max_norm: float) -> torch.Tensor:
     """Collective. Scale the gradients of the shards so that their norm over all ranks is at most ``max_norm``.
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore  # torch.distributed's, which it does not export to type checkers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zerofunc.buffers import BufferPool
@@ -212,17 +213,18 @@ class Axis:
     def sum(self, value: torch.Tensor, label: str) -> torch.Tensor:
         """Collective. Sum of a small tensor over ranks, in place; not counted as moved."""
         if self.size > 1:
-            Pending([dist.all_reduce(value, group=self.reduce_group, async_op=True)], self, label).wait()
+            group = self.control_group if value.device.type == "cpu" else self.reduce_group
+            Pending([dist.all_reduce(value, group=group, async_op=True)], self, label).wait()
         return value
 
-    def broadcast(self, tensor: torch.Tensor, label: str) -> None:
-        """Collective. Replace ``tensor`` by the one of the axis's first rank, ranks agreeing first."""
+    def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
+        """Collective. Replace ``tensor`` by the one of the axis's rank ``source``, ranks agreeing first."""
         self.agree(label)
         if self.size == 1:
             return
         assert self.gather_group is not None
         try:
-            dist.broadcast(tensor, group=self.gather_group, group_src=0)
+            dist.broadcast(tensor, group=self.gather_group, group_src=source)
         except RuntimeError as error:
             raise self.lost(label, error) from error
 
@@ -237,20 +239,45 @@ def _reduce_scatter(shard: torch.Tensor, full: torch.Tensor, *, group: dist.Proc
     return scatter(shard, full, group=group, async_op=async_op)
 
 
-def join_processes() -> int:
-    """Collective. Start torch.distributed from torchrun's environment where it is not started; the number of ranks.
+def joined_ranks() -> tuple[int, int] | None:
+    """Local. This process's rank and the number of ranks; None where torch.distributed is not started."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
 
-    NCCL (the accelerator's own backend) where there is an accelerator, gloo otherwise. Without torchrun, one rank.
+
+def join_processes(backend: str | None = None, timeout_s: float | None = None, init_method: str | None = None) -> int:
+    """Collective. Start torch.distributed where it is not started; the number of ranks. Without RANK, one rank.
+
+    Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as :func:`zerofunc.launch.init_distributed` leaves them. A
+    single rank needs no port.
+
+    Args:
+        backend: By default the accelerator's own (NCCL), or gloo where there is none.
+        timeout_s: Seconds after which a rank that waits for others raises; torch.distributed's default if None.
+        init_method: A URL where the ranks meet, instead of MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        RuntimeError: If the ranks do not meet.
     """
     if not dist.is_initialized():
-        if not dist.is_torchelastic_launched() and "RANK" not in os.environ:
+        if "RANK" not in os.environ:
             return 1
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and torch.accelerator.is_available():
-            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group(dist.get_default_backend_for_device(accelerator))
-        else:
-            dist.init_process_group("gloo")
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        meeting = {"store": HashStore()} if size == 1 and init_method is None else {"init_method": init_method}
+        try:
+            dist.init_process_group(
+                backend or ("gloo" if accelerator is None else dist.get_default_backend_for_device(accelerator)),
+                rank=rank,
+                world_size=size,
+                timeout=None if timeout_s is None else datetime.timedelta(seconds=timeout_s),
+                **meeting,
+            )
+        except RuntimeError as error:
+            place = init_method or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise RuntimeError(
+                f"rank {rank} of {size} did not meet the others at {place}: {str(error).splitlines()[0][:200]}. Start "
+                f"all {size} processes (under SLURM by srun), and let every host reach that address."
+            ) from error
     return dist.get_world_size()
 
 
@@ -288,10 +315,10 @@ class Axes:
         """Collective. :meth:`Axis.any` over all ranks of both axes."""
         return self.replicate.any(self.shard.any(flags))
 
-    def broadcast(self, tensor: torch.Tensor, label: str) -> None:
-        """Collective. Replace ``tensor`` by the one of the mesh's first rank."""
-        self.shard.broadcast(tensor, label)
-        self.replicate.broadcast(tensor, label)
+    def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
+        """Collective. Replace ``tensor`` by the one of the mesh's rank ``source``."""
+        self.shard.broadcast(tensor, label, source % self.shard.size)
+        self.replicate.broadcast(tensor, label, source // self.shard.size)
 
 
 def axes_of(mesh: DeviceMesh | None, *, replicate_all: bool, timeout_s: float) -> Axes:

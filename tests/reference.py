@@ -9,6 +9,7 @@ import zerofunc
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 ADAMW = {"lr": 0.05, "weight_decay": 0.1}
+SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 
 
 class Net(nn.Module):

@@ -10,7 +10,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import torch
 from pydantic import (
     AllowInfNan,
     BaseModel,
@@ -95,12 +94,22 @@ class OffloadConfig(_Section):
     def _check_device(cls, device: str) -> str:
         if device == "nvme":
             raise ValueError("'nvme' is not supported by this version: all state stays in memory; use 'none'")
-        if device == "cpu" and torch.accelerator.is_available():
-            raise ValueError(
-                "'cpu' is not supported by this version where an accelerator is present: "
-                "all state stays on the accelerator; use 'none'"
-            )
         return device
+
+
+class LeafModuleConfig(_Section):
+    """Modules whose parameters share pages, so that ranks may use different parts of them."""
+
+    classes: list[str] = [
+        "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+        "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+    ]
+    """Names of classes, alone or with their modules."""
+    names: list[str] = []
+    """Names of modules in the model."""
+    name_suffixes: list[str] = []
+    """Ends of names of modules in the model."""
 
 
 class ZeroConfig(_Section):
@@ -120,6 +129,10 @@ class ZeroConfig(_Section):
     """Parameters with fewer elements stay gathered; 0 means none does."""
     stage3_gather_16bit_weights_on_model_save: StrictBool = False
     """Whether saving 16-bit weights may gather them at stage 3."""
+    leaf_module: LeafModuleConfig = LeafModuleConfig()
+    """Modules that are kept whole."""
+    ignore_unused_parameters: StrictBool = True
+    """Whether a trainable parameter may get no gradient."""
     elastic_checkpoint: StrictBool = False
     """Accepted below stage 3, where a checkpoint can be read on another number of ranks anyway."""
     offload_optimizer: OffloadConfig | None = None
@@ -134,6 +147,53 @@ class ZeroConfig(_Section):
         return self
 
 
+class TorchAutocastConfig(_Section):
+    """torch.autocast around forwards; parameters stay float32."""
+
+    enabled: StrictBool = False
+    """Whether forwards run under autocast."""
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    """What it casts to; float16 adds loss scaling."""
+
+
+DataTypeName = Literal["fp32", "fp16", "bf16"]
+
+
+class DataTypesConfig(_Section):
+    """Data types of what is not computed in."""
+
+    grad_accum_dtype: DataTypeName | None = None
+    """What unreduced gradients are kept in; None means the shards' own type."""
+    param_dtype: DataTypeName | None = None
+    """Must be what bf16 or fp16 says."""
+    buffer_dtype: DataTypeName | None = None
+    """What floating-point buffers are cast to; None leaves them."""
+
+
+class FileMonitorConfig(_Section):
+    """A monitor that writes files."""
+
+    enabled: StrictBool = False
+    """Whether scalars are written."""
+    output_path: str = ""
+    """Folder of the files."""
+    job_name: str = "DeepSpeedJobName"
+    """Name of the run, a folder in it."""
+
+
+class WandbConfig(_Section):
+    """Weights & Biases."""
+
+    enabled: StrictBool = False
+    """Whether scalars are written."""
+    group: str | None = None
+    """Group of runs."""
+    team: str | None = None
+    """Entity that owns the run."""
+    project: str = "deepspeed"
+    """Project of the run."""
+
+
 class Bf16Config(_Section):
     """bfloat16 parameters with float32 masters."""
 
@@ -141,6 +201,12 @@ class Bf16Config(_Section):
     """Whether parameters are gathered in bfloat16."""
     check_grad_overflow: StrictBool = True
     """Whether a step whose gradient has an infinity or a NaN is skipped."""
+    auto_cast: StrictBool = False
+    """Whether floating inputs of forward are cast to bfloat16."""
+    bf16_master_weights_and_grads: StrictBool = False
+    """Whether shards are bfloat16 too."""
+    bf16_optimizer_states: StrictBool = False
+    """Must be as bf16_master_weights_and_grads."""
 
 
 class Fp16Config(_Section):
@@ -216,6 +282,30 @@ class Config(BaseModel):
     """bfloat16 mode."""
     fp16: Fp16Config = Fp16Config()
     """float16 mode."""
+    torch_autocast: TorchAutocastConfig = TorchAutocastConfig()
+    """Autocast mode."""
+    data_types: DataTypesConfig = DataTypesConfig()
+    """Data types of gradients and buffers."""
+    communication_data_type: DataTypeName | None = None
+    """What gradients are reduced in; None means what they are kept in."""
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    """How gradients of the ranks are put together."""
+    managed_gradient_accumulation: StrictBool = True
+    """Whether the engine counts micro-batches; otherwise every step updates."""
+    wall_clock_breakdown: StrictBool = False
+    """Whether phases are timed."""
+    memory_breakdown: StrictBool = False
+    """Whether progress lines show memory."""
+    dump_state: StrictBool = False
+    """Whether the resolved configuration and the pages are logged at the start."""
+    log_level: str | None = None
+    """Level from which zerofunc's log is shown on the console."""
+    tensorboard: FileMonitorConfig = FileMonitorConfig()
+    """TensorBoard."""
+    csv_monitor: FileMonitorConfig = FileMonitorConfig()
+    """CSV files."""
+    wandb: WandbConfig = WandbConfig()
+    """Weights & Biases."""
     zerofunc: EngineConfig = EngineConfig()
     """Our own settings."""
     dataloader_drop_last: StrictBool = False
@@ -227,6 +317,10 @@ class Config(BaseModel):
     def _check_precision(self) -> Config:
         if self.bf16.enabled and self.fp16.enabled:
             raise ValueError("bf16.enabled and fp16.enabled are both true: choose one")
+        if self.bf16.bf16_master_weights_and_grads != self.bf16.bf16_optimizer_states:
+            raise ValueError("bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states go together")
+        if self.gradient_allreduce_op == "sum" and self.zero_optimization.stage == 3:
+            raise ValueError("gradient_allreduce_op: 'sum' is not supported at stage 3; use 'mean'")
         return self
 
 
@@ -249,6 +343,12 @@ _SECTIONS: dict[str, Collection[str]] = {
     "bf16": Bf16Config.model_fields,
     "fp16": Fp16Config.model_fields,
     "zerofunc": EngineConfig.model_fields,
+    "zero_optimization.leaf_module": LeafModuleConfig.model_fields,
+    "torch_autocast": TorchAutocastConfig.model_fields,
+    "data_types": DataTypesConfig.model_fields,
+    "tensorboard": FileMonitorConfig.model_fields,
+    "csv_monitor": FileMonitorConfig.model_fields,
+    "wandb": WandbConfig.model_fields,
 }
 
 

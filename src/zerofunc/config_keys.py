@@ -74,37 +74,21 @@ def _ignore(reason: str, *, off: tuple[object, ...] = (False,), flags: tuple[str
 
 _TOP_LEVEL: dict[str, KnownKey] = {
     # batch sizes, optimizer
-    "managed_gradient_accumulation": _refuse(f"{_UNSUPPORTED}: the engine counts micro-batches itself", off=(True,)),
     "zero_force_ds_cpu_optimizer": _SILENT,
     "optimizer.legacy_fusion": _ignore("it chooses between fused kernels that are not used here"),
     # precision
     "amp": _refuse("Apex amp is not supported; use bf16 or fp16"),
-    "torch_autocast": _refuse(),
-    "data_types.grad_accum_dtype": _refuse(off=("fp32",)),
-    "data_types.param_dtype": _refuse(off=()),
-    "data_types.buffer_dtype": _refuse(off=()),
     "data_types.keep_in_fp32_modules": _ignore("buffers keep their dtype anyway", off=([],)),
     "fp16.fp16_master_weights_and_grads": _refuse("master weights are float32"),
     "bf16.immediate_grad_update": _SILENT,
-    "bf16.bf16_master_weights_and_grads": _refuse("not supported by this version: master weights are float32"),
-    "bf16.bf16_optimizer_states": _refuse("not supported by this version: optimizer state is float32"),
     # communication
-    "communication_data_type": _refuse(off=()),
-    "gradient_allreduce_op": _refuse(f"{_UNSUPPORTED}: gradients are averaged over the ranks", off=("mean",)),
-    "prescale_gradients": _refuse(),
-    "gradient_predivide_factor": _refuse(off=(1, 1.0)),
+    "prescale_gradients": _SILENT,
+    "gradient_predivide_factor": _SILENT,
     "seq_parallel_communication_data_type": _ignore("there is no sequence parallelism", off=("fp32",)),
     "sparse_gradients": _refuse("gradients are reduced as dense flat pages; set sparse=False on the embedding"),
     "disable_allgather": _ignore("all-gather is how pages are fetched"),
     "comms_logger": _ignore("bytes moved are always counted; there is no separate log"),
     # logging, monitors, profiling
-    "wall_clock_breakdown": _ignore("there are no timers; use torch.profiler"),
-    "memory_breakdown": _ignore("there is no memory report; use torch.accelerator.memory_stats"),
-    "dump_state": _ignore("the resolved configuration is an object that prints itself"),
-    "log_level": _ignore("set the level of the logger 'zerofunc' through the logging module", off=()),
-    "tensorboard": _refuse(),
-    "csv_monitor": _refuse(),
-    "wandb": _refuse(),
     "comet": _refuse(),
     "flops_profiler": _ignore("there is no profiler; use torch.utils.flop_counter"),
     "timers": _SILENT,
@@ -180,11 +164,7 @@ _ZERO: dict[str, KnownKey] = {
     "compute_grad_norm": _ignore("the gradient norm is computed when it is asked for", off=(True,)),
     # what would change the outcome
     "load_from_fp32_weights": _refuse(off=(True,)),
-    "ignore_unused_parameters": _refuse(f"{_UNSUPPORTED}: an unused parameter gets a zero gradient", off=(True,)),
     "legacy_stage1": _refuse("there is one implementation of stage 1"),
-    "leaf_module": _refuse(
-        "name the modules to keep whole in zerofunc.unsplit", off=(), flags=("classes", "names", "name_suffixes")
-    ),
     "zero_hpz_partition_size": _refuse(off=(1,)),
     "zero_quantized_weights": _refuse(),
     "zero_quantized_nontrainable_weights": _refuse(),

@@ -6,6 +6,7 @@ Nothing of it happens in a forward or in a hook on an output, so that transforms
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,15 +18,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from zerofunc.accumulation import Accumulation
+from zerofunc.batch_losses import LossFunction, loss_of, on_device
 from zerofunc.config import Config
 from zerofunc.kernels.selection import explain_second_order
-from zerofunc.precision import LossScaler, cast_floating
-from zerofunc.sharding import (
-    Usage,
-    sharding_of,
-    shards,
-)
-from zerofunc.trees import clip_factor, grad_norm, scale_gradients
+from zerofunc.precision import autocast, cast_floating, input_dtype, loss_scaler
+from zerofunc.progress import Progress, Step, log_state
+from zerofunc.readings import Readings
+from zerofunc.sharding import Usage, sharding_of, shards
+from zerofunc.trees import clip_factor, grad_norm, mean, overflowing, scale_gradients
+
+_logger = logging.getLogger("zerofunc.engine")
 
 _engine_backwards: list[None] = []  # one entry per running one; of the process, as autograd has threads of its own
 
@@ -40,7 +43,7 @@ def _expected_backward() -> Iterator[None]:
         _engine_backwards.pop()
 
 
-class Engine(nn.Module):
+class Engine(Readings, nn.Module):
     """A sharded module with what trains it. Made by :func:`zerofunc.initialize`.
 
     ``engine(...)`` is ``engine.module(...)``, to be transformed by torch.func as it is. Attributes that the engine
@@ -54,7 +57,6 @@ class Engine(nn.Module):
         config: The resolved configuration.
         global_steps: Optimizer steps so far, skipped ones included.
         skipped_steps: Steps skipped because of an infinite or NaN gradient.
-        micro_steps: Calls of :meth:`step` so far.
         global_samples: Samples seen by all ranks.
     """
 
@@ -74,22 +76,29 @@ class Engine(nn.Module):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = training_dataloader
-        self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
-        self.loss_scaler = _loss_scaler(config)
+        self.global_steps = self.skipped_steps = self.global_samples = 0
+        self.loss_scaler = loss_scaler(config)
         self._sharding = sharding_of(module)
         self._reducer = self._sharding.reducer
         self._reducer.guard = self._guard
-        self._boundary: bool | None = None
+        stage, num_steps = self._sharding.stage, config.gradient_accumulation_steps
+        self._accumulation = Accumulation(self._reducer, stage, num_steps, config.managed_gradient_accumulation)
         self._is_scaled = False
         self._grad_norm: torch.Tensor | None = None
         self._step_applied = False
-        self._plan_reduction()
+        self._batches: Iterator[Any] | None = None
+        self._progress = Progress(config, self.global_rank, self.device)
+        self._phase = self._reducer.phase = self._progress.timers.phase
+        if config.dump_state and self.global_rank == 0:
+            log_state(config, self._sharding.pages)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own result: a function of this rank's data."""
-        if self.config.fp16.enabled and self.config.fp16.auto_cast:
-            args, kwargs = cast_floating((args, kwargs), torch.float16)
-        return self.module(*args, **kwargs)
+        """The module's own result: a function of this rank's data. Autocast and casts of inputs as configured."""
+        dtype = input_dtype(self.config)
+        if dtype is not None:
+            args, kwargs = cast_floating((args, kwargs), dtype)
+        with self._phase("forward"), autocast(self.config, self.device):
+            return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """The module's attribute, where the engine has none of that name."""
@@ -128,10 +137,10 @@ class Engine(nn.Module):
             raise ValueError("backward() was given a loss that does not require a gradient (detached, or no_grad)")
         self._need_optimizer()
         share = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-        before = self._reducer.finished
+        before, sync = self._reducer.finished, self._reducer.sync
         scale = self.loss_scaler.scale
         try:
-            with _expected_backward(), self._reducer.settings(self._reducer.sync, share):
+            with self._phase("backward"), _expected_backward(), self._reducer.settings(sync, share):
                 (loss * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
                 if self._reducer.finished == before:
                     self._reducer.finish()
@@ -139,7 +148,10 @@ class Engine(nn.Module):
             self._reducer.discard()
             explain_second_order(error)
             raise
-        return loss.detach() * share
+        shown = loss.detach() * share
+        self._progress.add_loss(shown)
+        self._accumulation.backwards += 1
+        return shown
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Local. The loss times the float16 loss scale, for one ``.backward()`` by hand."""
@@ -169,34 +181,58 @@ class Engine(nn.Module):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Collective at the accumulation boundary. Count a micro-step; at the boundary clip and update.
 
-        A step whose gradient has an infinity or a NaN is skipped on all ranks under float16 and bfloat16.
+        A step whose gradient has an infinity or a NaN is skipped on all ranks under float16 and bfloat16, and the
+        first such parameter is named in the log.
+
+        Raises:
+            RuntimeError: Inside :meth:`no_sync` or :meth:`coalesce_grad_reduction`.
         """
+        if self._accumulation.context:
+            context = self._accumulation.context
+            raise RuntimeError(f"It is illegal to call Engine.step() inside {context} context manager")
         optimizer = self._need_optimizer()
-        if self.is_gradient_accumulation_boundary():
-            if self._reducer.owed:
-                with self._reducer.settings(True, 1.0):
-                    self._reducer.finish()
-            self._step_applied = self._clip()
-            if self._step_applied:
-                optimizer.step()
-                if self.lr_scheduler is not None:
-                    self.lr_scheduler.step(**(lr_kwargs or {}))
-            else:
-                self.skipped_steps += 1
-            optimizer.zero_grad()
+        is_due = self._accumulation.is_due_in_step
+        if is_due:
+            with self._phase("step"):
+                self._update(optimizer, lr_kwargs or {})
+            samples = self._samples_of_step()
             self.global_steps += 1
-            self.global_samples += self.train_batch_size()
-        self.micro_steps += 1
-        self._plan_reduction()
+            self.global_samples += samples
+            self._progress.finish_step(self._report_of(samples), self.usage)
+        self._accumulation.count(is_due)
+
+    def _update(self, optimizer: Optimizer, lr_kwargs: dict[str, Any]) -> None:
+        """Collective. Reduce what is owed, clip, and let optimizer and schedule step unless the gradient overflows."""
+        self._accumulation.reduce_owed()
+        self._step_applied = self._clip()
+        if self._step_applied:
+            optimizer.step()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**lr_kwargs)
+        else:
+            self.skipped_steps += 1
+        optimizer.zero_grad()
+
+    def _report_of(self, samples: int) -> Step:
+        return Step(
+            self.global_steps, self.skipped_steps, self.global_samples, samples, self.get_lr(), self.get_mom(),
+            self._grad_norm, self.loss_scaler.scale if self.loss_scaler.scale != 1.0 else None,
+        )  # fmt: skip
+
+    def _samples_of_step(self) -> int:
+        if self.config.managed_gradient_accumulation:
+            return self.train_batch_size()
+        return self._accumulation.backwards * self.train_micro_batch_size_per_gpu() * self.world_size
 
     def _clip(self) -> bool:
         """Collective. Unscale and clip the gradients by their global norm; whether they are finite."""
         scale, limit = self.loss_scaler.scale, self.config.gradient_clipping
         self._grad_norm = grad_norm(self.module) / scale
-        if self.config.fp16.enabled or (self.config.bf16.enabled and self.config.bf16.check_grad_overflow):
+        if self.fp16_enabled() or (self.bfloat16_enabled() and self.config.bf16.check_grad_overflow):
             finite = bool(torch.isfinite(self._grad_norm))
             self.loss_scaler.update(overflow=not finite)
             if not finite:
+                self._report_overflow(scale)
                 return False
         if limit > 0:
             scale_gradients(self.module, clip_factor(self._grad_norm, limit) / scale)
@@ -204,71 +240,131 @@ class Engine(nn.Module):
             scale_gradients(self.module, torch.tensor(1.0 / scale))
         return True
 
+    def _report_overflow(self, scale: float) -> None:
+        """Collective. Log which parameter's gradient overflowed first, on the first rank."""
+        names = overflowing(self.module)
+        if self.global_rank == 0:
+            _logger.warning(
+                "step %d is skipped: the gradient of %s is infinite or NaN%s; loss scale %g -> %g%s",
+                self.global_steps,
+                f"parameter {names[0]!r}" if names else "some parameter, in its square,",
+                f" (and of {len(names) - 1} more)" if len(names) > 1 else "",
+                scale,
+                self.loss_scaler.scale,
+                ", its minimum" if self.loss_scaler.is_at_minimum else "",
+            )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Local. Forget all gradients, those not reduced yet included."""
         self._reducer.discard()
         for part in shards(self.module).values():
             part.grad = None if set_to_none or part.grad is None else torch.zeros_like(part)
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Local. Whether the next :meth:`step` updates the parameters."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+    # -- accumulation ---------------------------------------------------------------------------------------------
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Local, the same on all ranks. Say whether the next :meth:`step` updates, until called again."""
-        self._boundary = is_boundary
-        self._plan_reduction()
+        self._accumulation.set_boundary(is_boundary)
 
-    def _plan_reduction(self) -> None:
-        """Stages 0 and 1 reduce at the boundary; 2 and 3 keep no full gradient, so they reduce every time."""
-        self._reducer.sync = self._sharding.stage >= 2 or self.is_gradient_accumulation_boundary()
-        self._reducer.scale = 1.0 / self.gradient_accumulation_steps()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Local. Gradients of backwards inside stay on this rank, in full, and are reduced by the next one outside.
 
-    def _need_optimizer(self) -> Optimizer:
-        if self.optimizer is None:
-            raise RuntimeError("this engine has no optimizer; give one to zerofunc.initialize to train")
-        return self.optimizer
+        Raises:
+            RuntimeError: At stages 2 and 3, which keep no full gradient.
+        """
+        if self._sharding.stage >= 2:
+            raise RuntimeError(
+                "no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage "
+                f"{self._sharding.stage}; use coalesce_grad_reduction(), which reduces once at its end"
+            )
+        with self._accumulation.held_back("no_sync"):
+            yield
 
-    # -- what one asks an engine ----------------------------------------------------------------------------------
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Collective at its end. One reduction for all backwards inside, whose full gradients stay here meanwhile."""
+        self._accumulation.need_managed("coalesce_grad_reduction")
+        with self._accumulation.held_back("coalesce_grad_reduction"):
+            yield
+        self._accumulation.reduce_owed()
 
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self._sharding.pages[0].master.device
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Local, the same on all ranks. Change the samples per step by changing the number of micro-steps.
 
-    def get_global_grad_norm(self) -> float | None:
-        """Local. L2 norm of the averaged, unscaled gradient of the last step before clipping, over all shards."""
-        return None if self._grad_norm is None else float(self._grad_norm)
+        Raises:
+            ValueError: If it is not a multiple of the micro-batch over all ranks.
+        """
+        micro = self.train_micro_batch_size_per_gpu() * self.world_size
+        if train_batch_size < 1 or train_batch_size % micro:
+            raise ValueError(
+                f"train_batch_size is {train_batch_size}; expected a multiple of micro-batch x ranks = {micro}"
+            )
+        self._resize(train_batch_size, self.train_micro_batch_size_per_gpu(), train_batch_size // micro)
 
-    def was_step_applied(self) -> bool:
-        """Local. Whether the last step at a boundary changed the parameters."""
-        return self._step_applied
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Local, the same on all ranks. Change the samples per rank and micro-step; the number of these stays."""
+        if micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size is {micro_batch_size}; expected an integer > 0")
+        steps = self.gradient_accumulation_steps()
+        self._resize(micro_batch_size * steps * self.world_size, micro_batch_size, steps)
 
-    def train_batch_size(self) -> int:
-        """Samples per step over all ranks."""
-        return self.config.train_batch_size
+    def _resize(self, total: int, micro: int, steps: int) -> None:
+        names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        self.config = self.config.model_copy(update=dict(zip(names, (total, micro, steps), strict=True)))
+        self._accumulation.set_num_steps(steps)
 
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per rank and micro-step."""
-        return self.config.train_micro_batch_size_per_gpu
+    # -- whole batches --------------------------------------------------------------------------------------------
 
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-steps per step."""
-        return self.config.gradient_accumulation_steps
+    def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: LossFunction | None = None) -> torch.Tensor:
+        """Collective. One optimizer step over the next micro-batches; their mean loss over all ranks, a scalar.
 
-    def gradient_clipping(self) -> float:
-        """Largest global norm; 0 means no clipping."""
-        return self.config.gradient_clipping
+        Args:
+            data_iter: Where the micro-batches come from; by default the training loader, over and over.
+            loss_fn: ``(engine, batch) -> loss``; see :func:`zerofunc.batch_losses.loss_of` for the default.
 
-    def zero_optimization_stage(self) -> int:
-        """ZeRO stage, 0 to 3."""
-        return self._sharding.stage
+        Raises:
+            StopIteration: If ``data_iter`` ends.
+        """
+        losses = []
+        for _ in range(self.gradient_accumulation_steps()):
+            loss = loss_of(self, self._next_batch(data_iter), loss_fn)
+            self.backward(loss)
+            self.step()
+            losses.append(loss.detach())
+        return mean(torch.stack(losses).mean(), self.module)
 
-    def get_lr(self) -> list[float]:
-        """Learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self._need_optimizer().param_groups]
+    @torch.no_grad()
+    def eval_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: LossFunction | None = None) -> torch.Tensor:
+        """Collective. The mean loss of the next micro-batches over all ranks, in evaluation mode; as train_batch."""
+        was_training = self.training
+        self.eval()
+        try:
+            batches = [self._next_batch(data_iter) for _ in range(self.gradient_accumulation_steps())]
+            losses = [loss_of(self, batch, loss_fn) for batch in batches]
+        finally:
+            self.train(was_training)
+        return mean(torch.stack(losses).mean(), self.module)
+
+    def _next_batch(self, data_iter: Iterator[Any] | None) -> Any:
+        if data_iter is None:
+            if self.training_dataloader is None:
+                raise ValueError("there is no data_iter, and initialize() was given no training_data")
+            from zerofunc.data import RepeatingLoader
+
+            self._batches = data_iter = self._batches or iter(RepeatingLoader(self.training_dataloader))
+        return on_device(next(data_iter), self.device)
+
+    # -- what one asks an engine; more in readings.py ---------------------------------------------------------------
+
+    def empty_partition_cache(self) -> None:
+        """Local, the same on all ranks. Give up the gathered pages of stage 3; reading gathers them again."""
+        self._sharding.pager.release()
+
+    def destroy(self) -> None:
+        """Local. Finish the monitors. The module stays sharded and may be used, and saved, without the engine."""
+        self._progress.close()
+        self._reducer.guard = lambda: None
 
     def usage(self) -> Usage:
         """Local. Memory and traffic on this rank, optimizer state included."""
@@ -276,15 +372,3 @@ class Engine(nn.Module):
         state = self.optimizer.state.values() if self.optimizer is not None else []
         tensors = [value for entry in state for value in entry.values() if isinstance(value, torch.Tensor)]
         return replace(usage, held_bytes=usage.held_bytes + sum(tensor.nbytes for tensor in tensors))
-
-
-def _loss_scaler(config: Config) -> LossScaler:
-    fp16 = config.fp16
-    if not fp16.enabled:
-        return LossScaler()
-    if fp16.loss_scale:
-        return LossScaler(fp16.loss_scale)
-    return LossScaler(
-        2.0**fp16.initial_scale_power, True, fp16.loss_scale_window, fp16.hysteresis, fp16.consecutive_hysteresis,
-        float(fp16.min_loss_scale),
-    )  # fmt: skip

@@ -13,10 +13,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from zerofunc.collectives import DEFAULT_TIMEOUT_S, join_processes
-from zerofunc.config import Config, load_config
+from zerofunc.collectives import DEFAULT_TIMEOUT_S, joined_ranks
+from zerofunc.config import Config, ConfigError, LeafModuleConfig, load_config
 from zerofunc.engine import Engine
+from zerofunc.launch import DEFAULT_MASTER_PORT, init_distributed
 from zerofunc.optimizers import build_optimizer, refuse_not_elementwise
+from zerofunc.precision import DTYPES
+from zerofunc.progress import log_to_console
+from zerofunc.reduction import Reducer
 from zerofunc.schedules import build_scheduler
 from zerofunc.sharding import (
     DEFAULT_PAGE_BYTES,
@@ -33,30 +37,41 @@ SchedulerFactory = Callable[[Optimizer], LRScheduler]
 
 
 def initialize(
-    model: nn.Module,
-    config: str | os.PathLike[str] | dict[str, Any],
+    model: nn.Module | None = None,
+    config: str | os.PathLike[str] | dict[str, Any] | None = None,
     optimizer: Optimizer | OptimizerFactory | None = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: LRScheduler | SchedulerFactory | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     mesh: DeviceMesh | None = None,
+    *,
+    args: Any = None,
+    config_params: str | os.PathLike[str] | dict[str, Any] | None = None,
+    dist_init_required: bool | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
 ) -> tuple[Engine, Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
     """Collective. Shard ``model`` and make the engine that trains it.
 
-    Starts torch.distributed from torchrun's environment where it is not started. Every rank begins with the
+    Starts torch.distributed from the launcher's environment where it is not started. Every rank begins with the
     parameters of the first rank.
 
     Args:
         model: A module in float32 (or float64); ``bf16`` and ``fp16`` in the config choose what it computes in.
         config: Path, JSON text or dict in DeepSpeed's format.
         optimizer: An optimizer built on the model's parameters, which is moved to the shards with its groups, or a
-            function from parameter groups to one. Must be elementwise. Overrides the config's.
+            function from parameter groups to one. Overrides the config's.
         model_parameters: Parameters or group dicts to train; all trainable ones by default.
         training_data: A dataset; the loader gives each rank its own part in micro-batches.
         lr_scheduler: A schedule of ``optimizer``, or a function from the optimizer to one. Overrides the config's.
         collate_fn: For the loader.
         mesh: One axis (shard) or two (replicate, shard) of data-parallel ranks.
+        args: A namespace whose ``deepspeed_config`` is the config, where ``config`` is not given.
+        config_params: Another name of ``config``.
+        dist_init_required: False says that torch.distributed is started already.
+        distributed_port: Port of the first machine, where the launcher's environment names none.
+        mpu: Must be None: there is no model parallelism; ``mesh`` says which ranks are data-parallel.
 
     Returns:
         ``(engine, optimizer, dataloader, lr_scheduler)``; what does not apply is None.
@@ -65,26 +80,69 @@ def initialize(
         ConfigError: If the config contradicts itself or cannot be honoured.
         ValueError: If the model or an argument cannot be used.
     """
+    given = _one_config(config, config_params, args)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
+    if mpu is not None:
+        raise ValueError("mpu is given, but there is no model parallelism; give mesh=, of the data-parallel ranks")
     if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, Optimizer):
         raise ValueError("lr_scheduler is an instance; give the optimizer instance that it schedules too")
-    if isinstance(optimizer, Optimizer):
-        refuse_not_elementwise(optimizer)
-        if optimizer.state:
-            raise ValueError("the optimizer has stepped already; its state is not sharded. Give a fresh one")
-    num_ranks = join_processes() if mesh is None else mesh.size()
-    resolved = load_config(config, num_ranks)
+    if isinstance(optimizer, Optimizer) and optimizer.state:
+        raise ValueError("the optimizer has stepped already; its state is not sharded. Give a fresh one")
+    num_ranks = _started_ranks(dist_init_required, distributed_port) if mesh is None else mesh.size()
+    resolved = load_config(given, num_ranks)
+    if resolved.log_level is not None:
+        log_to_console(resolved.log_level)
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())
-    shard(model, resolved.zero_optimization.stage, mesh, **_shard_options(resolved))
-    made = _optimizer(model, resolved, optimizer, model_parameters)
+    _cast_buffers(model, resolved)
+    shard(model, resolved.zero_optimization.stage, mesh, **_shard_options(model, resolved))
+    sharding = sharding_of(model)
+    _set_reduction(sharding.reducer, resolved)
+    sharding.optimizer = made = _optimizer(model, resolved, optimizer, model_parameters)
     schedule = _scheduler(resolved, made, lr_scheduler)
-    loader = _loader(sharding_of(model), resolved, training_data, collate_fn)
+    loader = _loader(sharding, resolved, training_data, collate_fn)
     return Engine(model, resolved, made, schedule, loader), made, loader, schedule
 
 
-def _shard_options(config: Config) -> dict[str, Any]:
+def _one_config(config: Any, config_params: Any, args: Any) -> Any:
+    """The configuration, from the one place that gives it."""
+    named = getattr(args, "deepspeed_config", None)
+    given = [value for value in (config, config_params, named) if value is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            f"expected one configuration in config, config_params or args.deepspeed_config, found {len(given)}"
+        )
+    return given[0]
+
+
+def _started_ranks(dist_init_required: bool | None, port: int | None) -> int:
+    """Collective. The number of ranks, torch.distributed being started."""
+    joined = joined_ranks()
+    if joined is not None:
+        return joined[1]
+    if dist_init_required is False:
+        raise RuntimeError("dist_init_required is False, but torch.distributed is not started; start it first")
+    return init_distributed(start_alone=False, master_port=port or DEFAULT_MASTER_PORT)
+
+
+def _set_reduction(reducer: Reducer, config: Config) -> None:
+    reducer.average = config.gradient_allreduce_op == "mean"
+    reducer.accumulate_in = DTYPES.get(config.data_types.grad_accum_dtype or "")
+    reducer.communicate_in = DTYPES.get(config.communication_data_type or "")
+    reducer.need_all = not config.zero_optimization.ignore_unused_parameters
+
+
+def _cast_buffers(model: nn.Module, config: Config) -> None:
+    """Cast floating-point buffers where the configuration says so; they keep their type otherwise."""
+    dtype = DTYPES.get(config.data_types.buffer_dtype or "")
+    for module in model.modules() if dtype is not None else ():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+
+
+def _shard_options(model: nn.Module, config: Config) -> dict[str, Any]:
     ours, zero = config.zerofunc, config.zero_optimization
     param_dtype = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
     itemsize = 4 if param_dtype is None else 2
@@ -103,11 +161,30 @@ def _shard_options(config: Config) -> dict[str, Any]:
         "resident_bytes": resident_bytes,
         "persistence_bytes": persistence_bytes,
         "prefetch": ours.prefetch and zero.stage3_prefetch_bucket_size != 0,
-        "unsplit": ours.unsplit,
+        "unsplit": [*ours.unsplit, *_leaf_modules(model, zero.leaf_module)],
         "timeout_s": ours.timeout_s or DEFAULT_TIMEOUT_S,
         "param_dtype": param_dtype,
+        "low_precision_masters": config.bf16.bf16_master_weights_and_grads,
+        "masters_on_cpu": any(
+            o is not None and o.device == "cpu" for o in (zero.offload_optimizer, zero.offload_param)
+        ),
         "second_order": ours.second_order,
     }
+
+
+def _leaf_modules(model: nn.Module, leaves: LeafModuleConfig) -> list[str]:
+    """Names of the outermost modules that the configuration wants whole: by name, end of name, or class."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        kind = type(module)
+        is_leaf = (
+            name in leaves.names
+            or any(name.endswith(suffix) for suffix in leaves.name_suffixes)
+            or not {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}.isdisjoint(leaves.classes)
+        )
+        if is_leaf and not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+    return found
 
 
 def _optimizer(

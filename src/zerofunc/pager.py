@@ -217,6 +217,12 @@ class Pager:
             self._uneven &= self._pinned.keys()
             self._make_room(0)
 
+    def release(self) -> None:
+        """Local, the same on all ranks. Evict every page that is not pinned, and free its buffer."""
+        for page in [page for page in self._resident if page not in self._pinned]:
+            self._drop(page)
+        self.pool.clear()
+
     def is_pinned(self, page: Page) -> bool:
         """Whether the page is held resident by a ``gathered`` context."""
         return page in self._pinned

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -73,6 +73,7 @@ class Reducer:
         finished: Number of backwards ended.
         owed: Whether a backward ended without the reduction that it needs.
         guard: Called when a backward first reports a gradient; it may raise to forbid the backward.
+        phase: Makes the context in which reductions run, such as a timer's.
     """
 
     def __init__(self, axes: Axes, pages: list[Page], in_flight: int, keep_idle: bool) -> None:
@@ -87,6 +88,7 @@ class Reducer:
         self.communicate_in: torch.dtype | None = None
         self.need_all = False
         self.guard: Callable[[], None] = lambda: None
+        self.phase: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
         self.pool = BufferPool()
         self.finished = 0
         self.owed = False
@@ -118,8 +120,9 @@ class Reducer:
             self._pack(backward.local[number], self.pages[number], slot, gradient.detach())
             if self.sync:
                 while backward.turn >= 0 and self._is_complete(backward):
-                    self._reduce_next(backward)
-                    backward.land(self.in_flight)
+                    with self.phase("reduce"):
+                        self._reduce_next(backward)
+                        backward.land(self.in_flight)
 
     def _pack(self, local: _Local, page: Page, slot: int, gradient: torch.Tensor) -> None:
         layout = page.layout.slots[slot]
@@ -198,7 +201,7 @@ class Reducer:
         """
         backward = self._running.pop(task, None) if task is not None else None
         backward = backward or _Backward(self.pages)
-        with below_transforms():
+        with below_transforms(), self.phase("reduce"):
             if self.sync:
                 try:
                     self._average(backward)

@@ -17,12 +17,13 @@ SEED = int(os.environ.setdefault("ZEROFUNC_TEST_SEED", str(random.randrange(10**
 NOT_IN_PYTORCH = {
     "attention": set(),
     "conv": set(),
-    "gpt2": {"linearize", "jvp by forward_ad"},
+    "gpt2": {"linearize", "jvp by forward_ad", "shards: vmap(grad) over an ensemble"},
     "llama": {"linearize", "jvp by forward_ad"},
     "lstm": {
         "linearize", "vmap", "vmap(grad)", "vmap(jacrev)", "vmap(hessian)", "vmap(jvp(grad))",
         "functional_call: per-sample grad", "Laplacian (vmap of hessian)", "forces + energy",
-        "Hutchinson trace (jvp of grad)", "Jacobian (vmap of jacrev)",
+        "Hutchinson trace (jvp of grad)", "Jacobian (vmap of jacrev)", "checkpoint: vmap(grad)",
+        "checkpoint: functional_call: per-sample grad",
     },
     "mlp": set(),
     "shared": set(),

@@ -1,4 +1,4 @@
-"""The command line: ``zerofunc verify``."""
+"""The command line: ``zerofunc verify``, ``zerofunc config``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 import zerofunc
+from zerofunc.config import ConfigError, judge
+from zerofunc.config.report import table as config_table
+from zerofunc.config.schema import json_schema
 from zerofunc.testing import RankError, RankPool
 from zerofunc.verify.run import CANNOT, CELLS, ERROR, OK, Outcome, Setting, merge, verify_rank
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="ZeRO training on which torch.func simply works.")
+_config = typer.Typer(no_args_is_help=True, help="Check a configuration; print the schema of configurations.")
+app.add_typer(_config, name="config")
 _BUILT_IN = ("mlp", "attention", "conv", "lstm", "shared", "gpt2", "llama")
 
 
@@ -64,6 +69,31 @@ def verify(
     count = sum(outcome.status == OK for outcome in outcomes)
     console.print(f"{count} ok, {len(bad)} not ok, {len(outcomes) - count - len(bad)} that PyTorch cannot do")
     raise typer.Exit(1 if bad else 0)
+
+
+@_config.command("check")
+def check_config(
+    file: Annotated[Path, typer.Argument(help="A configuration in DeepSpeed's JSON format.")],
+    world_size: Annotated[int, typer.Option(min=1, help="Number of data-parallel ranks.")] = 1,
+) -> None:
+    """Print what each key of a configuration gets, and the resolved values. Exit code 1 if any key is refused."""
+    try:
+        judgement = judge(file, world_size)
+    except ConfigError as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from error
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(config_table(judgement))
+    if judgement.config is None:
+        raise typer.Exit(1)
+    console.print(f"Resolved for world size {world_size}; every key that is not here has its default:")
+    console.print_json(judgement.config.model_dump_json(exclude_defaults=True))
+
+
+@_config.command("schema")
+def print_schema() -> None:
+    """Print the JSON schema of configurations, for editors."""
+    print(json.dumps(json_schema(), indent=2))
 
 
 def _stages(text: str) -> list[int]:

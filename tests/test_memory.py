@@ -90,3 +90,17 @@ def test_what_is_dropped_is_used_again():
     before = engine.usage().buffer_bytes
     train(engine, 5)
     assert engine.usage().buffer_bytes == before
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kept", [3, LAYERS])
+def test_small_pages_stay_gathered_up_to_a_limit(kept):
+    """Transforms over given shards, whose pages are as small, leave nothing behind."""
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    options = {"page_bytes": PAGE, "resident_bytes": 0, "persistence_bytes": PAGE, "prefetch": False}
+    zerofunc.shard(model, 3, **options, persistence_limit_bytes=kept * PAGE)
+    x = torch.randn(2, WIDTH)
+    halves = {name: part.detach() / 2 for name, part in zerofunc.shards(model).items()}
+    grad(lambda shards: zerofunc.functional_call(model, shards, (x,)).square().mean())(halves)
+    model(x)
+    assert zerofunc.usage(model).gathered_bytes == min(kept + 1, LAYERS) * PAGE  # and the last one read

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ def initialize(
     dist_init_required: bool | None = None,
     distributed_port: int | None = None,
     mpu: Any = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
     """Collective. Shard ``model`` and make the engine that trains it.
 
@@ -72,6 +74,7 @@ def initialize(
         dist_init_required: False says that torch.distributed is started already.
         distributed_port: Port of the first machine, where the launcher's environment names none.
         mpu: Must be None: there is no model parallelism; ``mesh`` says which ranks are data-parallel.
+        defaults: Top-level values of the config, taken and logged where a key is absent.
 
     Returns:
         ``(engine, optimizer, dataloader, lr_scheduler)``; what does not apply is None.
@@ -90,7 +93,7 @@ def initialize(
     if isinstance(optimizer, Optimizer) and optimizer.state:
         raise ValueError("the optimizer has stepped already; its state is not sharded. Give a fresh one")
     num_ranks = _started_ranks(dist_init_required, distributed_port) if mesh is None else mesh.size()
-    resolved = load_config(given, num_ranks)
+    resolved = load_config(given, num_ranks, defaults)
     if resolved.log_level is not None:
         log_to_console(resolved.log_level)
     if torch.accelerator.is_available():
@@ -148,23 +151,27 @@ def _shard_options(model: nn.Module, config: Config) -> dict[str, Any]:
     itemsize = 4 if param_dtype is None else 2
     page_bytes, resident_bytes = ours.page_bytes, ours.resident_bytes
     if page_bytes is None:
-        bucket = zero.reduce_bucket_size if zero.stage < 3 else zero.stage3_prefetch_bucket_size
-        page_bytes = min(DEFAULT_PAGE_BYTES, bucket * itemsize) if bucket else DEFAULT_PAGE_BYTES
+        buckets = (zero.stage3_prefetch_bucket_size,)
+        if zero.stage < 3:
+            buckets = (zero.reduce_bucket_size, zero.allgather_bucket_size)
+        page_bytes = min(DEFAULT_PAGE_BYTES, *(bucket * itemsize for bucket in buckets if bucket))
     if resident_bytes is None:
         live = zero.stage3_max_live_parameters
         resident_bytes = DEFAULT_RESIDENT_BYTES if live is None else live * itemsize
     persistence_bytes = ours.persistence_bytes
     if persistence_bytes is None:
         persistence_bytes = (zero.stage3_param_persistence_threshold or 0) * itemsize
+    limit = zero.stage3_model_persistence_threshold
     return {
         "page_bytes": page_bytes,
         "resident_bytes": resident_bytes,
         "persistence_bytes": persistence_bytes,
+        "persistence_limit_bytes": math.inf if limit is None else limit * itemsize,
         "prefetch": ours.prefetch and zero.stage3_prefetch_bucket_size != 0,
         "unsplit": [*ours.unsplit, *_leaf_modules(model, zero.leaf_module)],
         "timeout_s": ours.timeout_s or DEFAULT_TIMEOUT_S,
         "param_dtype": param_dtype,
-        "low_precision_masters": config.bf16.bf16_master_weights_and_grads,
+        "low_precision_masters": config.bf16.enabled and config.bf16.bf16_master_weights_and_grads,
         "masters_on_cpu": any(
             o is not None and o.device == "cpu" for o in (zero.offload_optimizer, zero.offload_param)
         ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -136,25 +137,44 @@ class Pager:
 
     Attributes:
         resident_bytes: The budget. One page is resident whatever its size.
-        persistence_bytes: Pages of at most this size are never evicted.
+        persistence_bytes: A module's pages of at most this size are never evicted,
+        persistence_limit_bytes: as long as they are not more than this together.
         prefetch: Start to gather the page that followed the current two the last two times.
     """
 
-    def __init__(self, axes: Axes, resident_bytes: int, persistence_bytes: int = 0, prefetch: bool = True) -> None:
+    def __init__(
+        self,
+        axes: Axes,
+        resident_bytes: int,
+        persistence_bytes: int = 0,
+        prefetch: bool = True,
+        persistence_limit_bytes: float = math.inf,
+    ) -> None:
         self.axes = axes
         self.resident_bytes = resident_bytes
         self.persistence_bytes = persistence_bytes
+        self.persistence_limit_bytes = persistence_limit_bytes
         self.prefetch = prefetch
         self.pool = BufferPool()
         self._resident: OrderedDict[Page, _Resident] = OrderedDict()
         self._pinned: dict[Page, int] = {}
+        self._persistent: set[Page] = set()
         self._uneven: set[Page] = set()  # pinned pages whose gathered copies differ between ranks
         self._successor: dict[tuple[Page | None, Page], tuple[Page, bool]] = {}  # and whether it was so twice
         self._recent: tuple[Page | None, Page | None] = (None, None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Pager:
         """A pager of its own over the same ranks, nothing resident."""
-        return Pager(self.axes, self.resident_bytes, self.persistence_bytes, self.prefetch)
+        limits = self.persistence_bytes, self.prefetch, self.persistence_limit_bytes
+        return Pager(self.axes, self.resident_bytes, *limits)
+
+    def choose_persistent(self, pages: Iterable[Page]) -> None:
+        """Local. Say which pages are a module's own: the small ones, first ones first, will not be evicted."""
+        held = 0
+        for page in pages:
+            if page.gathered_bytes <= min(self.persistence_bytes, self.persistence_limit_bytes - held):
+                held += page.gathered_bytes
+                self._persistent.add(page)
 
     def read(self, page: Page) -> torch.Tensor:
         """Collective unless resident. The gathered page, 1-D [padded_numel].
@@ -266,7 +286,7 @@ class Pager:
         for page in list(self._resident):
             if held + wanted <= self.resident_bytes:
                 return
-            if page not in self._pinned and page.gathered_bytes > self.persistence_bytes:
+            if page not in self._pinned and page not in self._persistent:
                 held -= page.gathered_bytes
                 self._drop(page)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class Sharding:
         self.axes = axes
         self.pages = pages
         self.pager = pager
+        pager.choose_persistent(pages)
         self.slots = {slot.name: (page, i) for page in pages for i, slot in enumerate(page.layout.slots)}
         self.optimizer: torch.optim.Optimizer | None = None
         differentiable = [page for page in pages if page.dtype.is_floating_point]
@@ -168,12 +170,12 @@ class Sharding:
         self.axes.shard.all_gather(full, mine, f"gather of a tree on {page.label}").wait()
         return full
 
-    def take_first_rank(self) -> None:
-        """Collective. Replace parameters and shards by what the first rank's parameters hold."""
+    def take_from(self, rank: int, pages: Iterable[Page]) -> None:
+        """Collective. Replace the parameters and shards of some pages by what one rank's parameters hold."""
         with below_transforms():
-            for page in self.pages:
+            for page in pages:
                 flat = self.pager.read(page) if page.full is None else page.full
-                self.axes.broadcast(flat, f"broadcast of {page.label}")
+                self.axes.broadcast(flat, f"broadcast of {page.label}", rank)
                 page.take_over(flat, range(len(page.shards)), self.rank)
                 if page.full is None:
                     self.pager.wrote(page, flat, same_on_all_ranks=True)
@@ -228,6 +230,7 @@ def shard(
     page_bytes: int = DEFAULT_PAGE_BYTES,
     resident_bytes: int = DEFAULT_RESIDENT_BYTES,
     persistence_bytes: int = 0,
+    persistence_limit_bytes: float = math.inf,
     prefetch: bool = True,
     unsplit: Iterable[str] = (),
     param_dtype: torch.dtype | None = None,
@@ -248,7 +251,8 @@ def shard(
         mesh: One axis (shard) or two (replicate, shard). All ranks on the shard axis by default.
         page_bytes: Parameters are gathered and reduced in pages of about this size.
         resident_bytes: Stage 3: bytes of gathered pages kept at a time.
-        persistence_bytes: Stage 3: pages of at most this size are never evicted.
+        persistence_bytes: Stage 3: pages of at most this size are never evicted,
+        persistence_limit_bytes: as long as they are not more than this together.
         prefetch: Stage 3: gather ahead the page that followed last time.
         unsplit: Names of modules whose parameters share one page, such as a mixture-of-experts block.
         param_dtype: What the module's floating-point parameters are computed and gathered in, such as bfloat16;
@@ -273,7 +277,7 @@ def shard(
     ]
     axes = axes_of(mesh, replicate_all=stage == 0, timeout_s=timeout_s)
     axes.agree(f"shard(stage={stage}, page_bytes={page_bytes}) of {[(s.name, tuple(s.shape)) for s in specs]}")
-    pager = Pager(axes, resident_bytes, persistence_bytes, prefetch)
+    pager = Pager(axes, resident_bytes, persistence_bytes, prefetch, persistence_limit_bytes)
     with below_transforms():
         for name, buffer in module.named_buffers():
             axes.broadcast(buffer, f"first broadcast of buffer {name!r}")

@@ -7,7 +7,7 @@ Nothing of it happens in a forward or in a hook on an output, so that transforms
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import Dataset, Sampler
 
 from zerofunc.accumulation import Accumulation
 from zerofunc.batch_losses import LossFunction, loss_of, on_device
 from zerofunc.config import Config
+from zerofunc.data import RankLoader, RepeatingLoader, rank_loader
 from zerofunc.kernels.selection import explain_second_order
 from zerofunc.precision import autocast, cast_floating, input_dtype, loss_scaler
 from zerofunc.progress import Progress, Step, log_state
@@ -68,7 +69,7 @@ class Engine(Readings, nn.Module):
         config: Config,
         optimizer: Optimizer | None,
         lr_scheduler: LRScheduler | None,
-        training_dataloader: DataLoader[Any] | None,
+        training_dataloader: RankLoader | None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -346,12 +347,39 @@ class Engine(Readings, nn.Module):
             self.train(was_training)
         return mean(torch.stack(losses).mean(), self.module)
 
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int = 0,
+    ) -> RankLoader:
+        """Local. A loader of this rank's part of a dataset; see :func:`zerofunc.data.rank_loader`.
+
+        Args:
+            dataset: Any dataset.
+            batch_size: The micro-batch of the config by default.
+            route: "train" shuffles; "eval" and "predict" do not, and drop no batch.
+            pin_memory: Where there is an accelerator.
+            data_sampler: Indices for this rank.
+            collate_fn: From a list of samples to a batch.
+            num_local_io_workers: Processes that load.
+        """
+        is_training = route == "train"
+        return rank_loader(
+            dataset, batch_size or self.train_micro_batch_size_per_gpu(), self.world_size, self.global_rank,
+            sampler=data_sampler, shuffle=is_training, collate_fn=collate_fn, num_workers=num_local_io_workers or 0,
+            drop_last=is_training and self.config.dataloader_drop_last,
+            pin_memory=pin_memory and torch.accelerator.is_available(),
+        )  # fmt: skip
+
     def _next_batch(self, data_iter: Iterator[Any] | None) -> Any:
         if data_iter is None:
             if self.training_dataloader is None:
                 raise ValueError("there is no data_iter, and initialize() was given no training_data")
-            from zerofunc.data import RepeatingLoader
-
             self._batches = data_iter = self._batches or iter(RepeatingLoader(self.training_dataloader))
         return on_device(next(data_iter), self.device)
 

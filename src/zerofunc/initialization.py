@@ -12,10 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import Dataset
 
 from zerofunc.collectives import DEFAULT_TIMEOUT_S, joined_ranks
 from zerofunc.config import Config, ConfigError, LeafModuleConfig, load_config
+from zerofunc.data import RankLoader, rank_loader
 from zerofunc.engine import Engine
 from zerofunc.launch import DEFAULT_MASTER_PORT, init_distributed
 from zerofunc.optimizers import build_optimizer, refuse_not_elementwise
@@ -53,7 +54,7 @@ def initialize(
     distributed_port: int | None = None,
     mpu: Any = None,
     defaults: Mapping[str, Any] | None = None,
-) -> tuple[Engine, Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
+) -> tuple[Engine, Optimizer | None, RankLoader | None, LRScheduler | None]:
     """Collective. Shard ``model`` and make the engine that trains it.
 
     Starts torch.distributed from the launcher's environment where it is not started. Every rank begins with the
@@ -253,21 +254,10 @@ def _scheduler(
 
 
 def _loader(
-    sharding: Sharding,
-    config: Config,
-    dataset: Dataset[Any] | None,
-    collate_fn: Callable[[list[Any]], Any] | None,
-) -> DataLoader[Any] | None:
+    sharding: Sharding, config: Config, dataset: Dataset[Any] | None, collate_fn: Callable[[list[Any]], Any] | None
+) -> RankLoader | None:
     if dataset is None:
         return None
-    sampler: DistributedSampler[Any] | None = None
-    if not isinstance(dataset, IterableDataset):
-        axes = sharding.axes
-        sampler = DistributedSampler(dataset, axes.num_ranks, axes.rank, drop_last=config.dataloader_drop_last)
-    return DataLoader(
-        dataset,
-        config.train_micro_batch_size_per_gpu,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=config.dataloader_drop_last,
-    )
+    axes, batch_size = sharding.axes, config.train_micro_batch_size_per_gpu
+    drop_last = config.dataloader_drop_last
+    return rank_loader(dataset, batch_size, axes.num_ranks, axes.rank, drop_last=drop_last, collate_fn=collate_fn)

@@ -64,6 +64,7 @@ class Reducer:
     Attributes:
         sync: Whether the next backward ends in a reduction. Otherwise gradients add up on this rank, full.
         scale: Factor on the gradients of a backward.
+        weight: Factor on this rank's gradients among those of all ranks.
         average: Whether gradients are averaged over the ranks; otherwise they are added up.
         accumulate_in: Data type that unreduced gradients are kept in; the shards' own where None.
         communicate_in: Data type that gradients are reduced in; the one that they are kept in where None.
@@ -83,6 +84,7 @@ class Reducer:
         self.keep_idle = keep_idle
         self.sync = True
         self.scale = 1.0
+        self.weight = 1.0
         self.average = True
         self.accumulate_in: torch.dtype | None = None
         self.communicate_in: torch.dtype | None = None
@@ -131,7 +133,9 @@ class Reducer:
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         place = local.buffer.as_strided(layout.shape, layout.stride, layout.offset)
-        factor = self.scale / self.axes.num_ranks if self.average else self.scale
+        factor = self.scale * self.weight / (self.axes.num_ranks if self.average else 1)
+        if factor == 0:  # an infinity counts nothing either
+            gradient = torch.zeros_like(gradient)
         if slot in local.written:
             place.add_(gradient, alpha=factor)
         elif gradient.dtype == place.dtype:

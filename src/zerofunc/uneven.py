@@ -1,0 +1,87 @@
+"""Ranks with different numbers of batches: those that have run out accompany the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofunc.sharding import sharding_of
+
+
+class Join:
+    """Batches for a loop that every rank runs equally often, though ranks have different numbers of them.
+
+    A rank that has run out is given its last batch again, so that it runs the same program and takes part in every
+    gather and reduction, whatever transforms the loss is made of; its gradients of ``.backward()`` count nothing. Those
+    of the other ranks are averaged over the ranks that still have data, as if the others were not there::
+
+        for batch in zerofunc.join(engine, loader):
+            engine.backward(loss(engine, batch))
+            engine.step()
+
+    Derivatives over shards (``torch.func`` with :func:`zerofunc.functional_call`) are averages over all ranks,
+    repeated batches included: multiply the loss by ``weight`` there.
+
+    Attributes:
+        has_data: Whether the batch is this rank's own, and not its last one again; for sums and counts.
+        weight: Factor on this rank's gradients: 0 where the batch is repeated.
+    """
+
+    def __init__(self, module: nn.Module, batches: Iterable[Any], over_all: bool = False) -> None:
+        self._sharding = sharding_of(module)
+        self._batches = batches
+        self._over_all = over_all
+        self.has_data = False
+        self.weight = 1.0
+
+    def __iter__(self) -> Iterator[Any]:
+        """Collective at every batch. This rank's batches, then the last one again until no rank has any.
+
+        Raises:
+            ValueError: On every rank, if one has no batch at all.
+        """
+        reducer, axes = self._sharding.reducer, self._sharding.axes
+        batches, batch = iter(self._batches), None
+        has_any = False
+        try:
+            while True:
+                self.has_data = False
+                for batch in batches:  # noqa: B007 - the last batch is kept
+                    self.has_data = has_any = True
+                    break
+                num_empty, num_joined = self._exchange(not has_any, self.has_data)
+                if num_empty and num_joined:
+                    raise ValueError(
+                        f"{num_empty} of {axes.num_ranks} ranks have no batch at all, so that they cannot run the "
+                        "loop's program; give every rank at least one batch"
+                    )
+                if not num_joined:
+                    return
+                share = 1.0 if self._over_all else axes.num_ranks / num_joined
+                self.weight = reducer.weight = share if self.has_data else 0.0
+                yield batch
+        finally:
+            self.weight = reducer.weight = 1.0
+
+    def _exchange(self, *flags: bool) -> list[int]:
+        """Collective. On how many ranks each flag is set."""
+        axes = self._sharding.axes
+        axes.agree("batches of zerofunc.join")
+        counts = torch.tensor(flags, dtype=torch.int64)
+        for axis in (axes.shard, axes.replicate):
+            axis.sum(counts, "batches of zerofunc.join")
+        return [int(count) for count in counts]
+
+
+def join(module: nn.Module, batches: Iterable[Any], over_all: bool = False) -> Join:
+    """Batches for a loop that every rank runs equally often: see :class:`Join`.
+
+    Args:
+        module: A sharded module, or its engine.
+        batches: This rank's batches, such as a loader.
+        over_all: Average gradients over all ranks, instead of those that still have data.
+    """
+    return Join(module, batches, over_all)

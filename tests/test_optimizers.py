@@ -1,4 +1,4 @@
-"""Tests of the optimizers: what a name means, which are refused, and that pieces step like the whole."""
+"""Tests of the optimizers: what a name means, what an update depends on, and which are refused."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from zerofunc import optimizers
-from zerofunc.optimizers import NOT_ELEMENTWISE, build_optimizer, refuse_not_elementwise
+from zerofunc.optimizers import Lion, MuonWithAdamW, build_optimizer, muon_optimizer, named, refuse_known, scope_of
 
-ELEMENTWISE = ["Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop"]
+ELEMENTWISE = [
+    "Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop", "Lion"
+]  # fmt: skip
 
 
 def leaves(*sizes: int) -> list[torch.Tensor]:
@@ -131,7 +133,7 @@ def test_a_fused_step_agrees_with_the_plain_one(type_name: str) -> None:
 def test_no_fused_kernel_is_used_where_its_probe_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build_optimizer([torch.zeros(3, device="meta")], "AdamW", {}).defaults["fused"] is None
     assert build_optimizer(leaves(3), "RMSprop", {}).defaults.get("fused") is None
-    monkeypatch.setattr(optimizers, "_fused_steps", lambda name, device, dtype: dtype is torch.float64)
+    monkeypatch.setattr(named, "_fused_steps", lambda name, device, dtype: dtype is torch.float64)
     mixed = [torch.zeros(3), torch.zeros(3, dtype=torch.float64)]
     assert build_optimizer(mixed, "AdamW", {}).defaults["fused"] is None
     assert build_optimizer(mixed[1:], "AdamW", {}).defaults["fused"] is True
@@ -142,36 +144,230 @@ def test_the_probe_takes_a_failing_step_for_no(monkeypatch: pytest.MonkeyPatch) 
         def step(self, closure: Any = None) -> None:  # noqa: ANN401
             raise RuntimeError("no kernel")
 
-    monkeypatch.setitem(optimizers._OPTIMIZERS, "failing", Failing)
-    assert not optimizers._fused_steps("Failing", torch.device("cpu"), torch.float32)
+    monkeypatch.setitem(named._OPTIMIZERS, "failing", Failing)
+    assert not named._fused_steps("Failing", torch.device("cpu"), torch.float32)
 
 
-# Not elementwise
+# Lion
 
 
-@pytest.mark.parametrize("type_name", ["LBFGS", "Muon", "muon", "Adafactor", "SparseAdam", "Lamb"])
-def test_an_optimizer_that_is_not_elementwise_is_refused_with_the_reason(type_name: str) -> None:
-    with pytest.raises(ValueError, match=r"is not elementwise \(it.*shards are 1-D pieces"):
+def test_lion_follows_its_formula() -> None:
+    (param,) = leaves(5)
+    expected, moment = param.detach().clone(), torch.zeros(5)
+    optimizer = Lion([param, *leaves(2)], lr=0.1, betas=(0.8, 0.6), weight_decay=0.5)
+    for gradient in torch.randn(4, 5, generator=torch.Generator().manual_seed(1)):
+        param.grad = gradient
+        optimizer.step()
+        expected = expected * (1 - 0.1 * 0.5) - 0.1 * (0.8 * moment + 0.2 * gradient).sign()
+        moment = 0.6 * moment + 0.4 * gradient
+        torch.testing.assert_close(param.detach(), expected)
+        torch.testing.assert_close(optimizer.state[param]["exp_avg"], moment)
+    assert len(optimizer.state) == 1, "a parameter without a gradient has no state"
+
+
+def test_lion_is_built_by_name_with_the_defaults_of_deepspeed() -> None:
+    optimizer = build_optimizer(leaves(3), "lion", {"betas": [0.9, 0.99]})
+    assert optimizer.defaults == {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}
+    assert Lion(leaves(3)).defaults["betas"] == (0.9, 0.999)
+    for wrong in ({"lr": -1.0}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1}):
+        with pytest.raises(ValueError, match=f"Lion refused .*{next(iter(wrong))} is"):
+            build_optimizer(leaves(3), "Lion", wrong)
+
+
+# Muon
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.embed_out = nn.Embedding(7, 4), nn.Linear(4, 4, bias=False)
+        self.mix, self.conv, self.lm_head = nn.Linear(4, 6), nn.Conv1d(2, 2, 3), nn.Linear(6, 7)
+
+
+def names_in(module: nn.Module, group: dict[str, Any]) -> set[str]:
+    wanted = {id(param) for param in group["params"]}
+    return {name for name, param in module.named_parameters() if id(param) in wanted}
+
+
+def test_muon_takes_hidden_matrices_and_what_is_marked() -> None:
+    module = Block()
+    setattr(module.embed_out.weight, "use_muon", True)  # noqa: B010
+    setattr(module.mix.bias, "use_muon", False)  # noqa: B010
+    muon, adamw = muon_optimizer(module, [{"params": list(module.parameters())}], {"lr": 0.1}).param_groups
+    assert names_in(module, muon) == {"mix.weight", "embed_out.weight"}
+    assert names_in(module, muon) | names_in(module, adamw) == {name for name, _ in module.named_parameters()}
+    setattr(module.conv.weight, "use_muon", True)  # noqa: B010
+    with pytest.raises(ValueError, match=r"use_muon is True for a parameter of shape \(2, 2, 3\); Muon takes matrices"):
+        muon_optimizer(module, [{"params": list(module.parameters())}], {})
+
+
+def test_settings_of_muon_go_to_their_halves_and_those_of_a_group_go_first() -> None:
+    module = Block()
+    groups = [{"params": list(module.mix.parameters()), "lr": 1.0}, {"params": [module.wte.weight], "name": "table"}]
+    params = {"lr": 0.5, "adam_lr": 0.25, "momentum": 0.8, "betas": [0.7, 0.8], "weight_decay": 0.1, "ns_steps": 3}
+    first, second, third = muon_optimizer(module, groups, params).param_groups
+    assert (first["lr"], first["momentum"], first["weight_decay"], first["ns_steps"]) == (1.0, 0.8, 0.1, 3)
+    assert (second["lr"], second["betas"], second["weight_decay"], second["eps"]) == (1.0, (0.7, 0.8), 0.1, 1e-10)
+    assert third["use_muon"] is False and third["lr"] == 0.25 and third["name"] == "table"
+    (muon,) = muon_optimizer(module, [{"params": [module.mix.weight]}], {"lr": 0.5, "muon_lr": 0.125}).param_groups
+    assert (muon["lr"], muon["weight_decay"], muon["momentum"]) == (0.125, 0.0, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"mu_lr": 0.1}, "Muon does not take mu_lr; it takes lr, momentum, .*muon_lr, adam_lr"),
+        ({"per_head_muon": True}, "per_head_muon: not supported"),
+    ],
+)
+def test_bad_parameters_of_muon_are_named(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        muon_optimizer(Block(), [{"params": [torch.zeros(2, 2)]}], params)
+
+
+def test_a_group_of_muon_says_whether_it_is_muons() -> None:
+    with pytest.raises(ValueError, match="use_muon None; expected True or False"):
+        MuonWithAdamW([{"params": leaves(3)}])
+
+
+# What an update depends on
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer as users write them: `update` is theirs."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(group["lr"] * self.update(param, group))
+
+
+class Momentum(Own):
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        state = self.state[param]
+        state["moment"] = 0.9 * state.get("moment", 0.0) + param.grad
+        return state["moment"]
+
+
+class Lamb(Own):
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        assert param.grad is not None
+        return param.grad * param.norm() / param.grad.norm()
+
+
+class GlobalNorm(Own):
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        assert param.grad is not None
+        return param.grad / torch.stack([other.grad.norm() for other in group["params"]]).norm()
+
+
+class CountsCalls(Own):
+    calls = 0
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        assert param.grad is not None
+        self.calls += 1
+        return param.grad * param.grad.norm() / self.calls
+
+
+class WantsClosure(Momentum):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+
+
+class Lookahead(Momentum):
+    def step(self, closure: Any = None) -> None:
+        """Step nothing, as one that wraps another optimizer does."""
+
+
+def scope(kind: Any, **more: Any) -> str:
+    optimizer = kind(leaves(3), **more)
+    return scope_of(optimizer, optimizer.param_groups[0])
+
+
+@pytest.mark.parametrize("lr", [0.1, 0.0, torch.tensor(1e-6)])
+def test_what_an_unknown_optimizers_update_depends_on_is_found_out(lr: Any) -> None:
+    before = torch.random.get_rng_state()
+    assert scope(Momentum, lr=lr) == "element"
+    assert scope(Lamb, lr=lr) == "parameter"
+    assert scope(GlobalNorm, lr=lr) == scope(CountsCalls, lr=lr) == "model"
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_optimizers_of_torch_are_known_and_trying_them_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [named._OPTIMIZERS[name.lower()] for name in ELEMENTWISE]
+    assert {scope(kind) for kind in kinds} == {"element"}
+    assert scope_of(torch.optim.Muon([torch.ones(2, 2)]), {"params": []}) == scope(torch.optim.Adafactor) == "parameter"
+    tried = {kind: scope(type(kind.__name__, (kind,), {})) for kind in kinds}  # a subclass is not known
+    assert tried == dict.fromkeys(kinds, "element")
+    assert scope(type("Adafactor", (torch.optim.Adafactor,), {})) == "parameter"
+
+
+def test_groups_of_one_optimizer_may_differ() -> None:
+    matrix, vector = torch.ones(2, 2), torch.ones(2)
+    optimizer = MuonWithAdamW([{"params": [matrix], "use_muon": True}, {"params": [vector], "use_muon": False}])
+    assert [scope_of(optimizer, group) for group in optimizer.param_groups] == ["parameter", "element"]
+
+
+def test_trying_leaves_the_optimizer_alone() -> None:
+    optimizer = Momentum(leaves(3))
+    optimizer.register_step_post_hook(lambda *args: pytest.fail("a hook ran"))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = optimizer.param_groups[0]["params"][0].detach().clone()
+    scope_of(optimizer, optimizer.param_groups[0])
+    assert not optimizer.state and torch.equal(optimizer.param_groups[0]["params"][0], before)
+    assert scheduler.get_last_lr() == [0.1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (WantsClosure, "untested ZeRO Optimizer, WantsClosure.*its step raised TypeError"),
+        (Lookahead, "untested ZeRO Optimizer, Lookahead.*its step did not move them"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused_with_the_reason(kind: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scope(kind)
+
+
+# Refused by name
+
+
+@pytest.mark.parametrize("type_name", ["LBFGS", "lbfgs", "SparseAdam", "OneBitAdam"])
+def test_some_are_refused_by_name_with_the_reason(type_name: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot train sharded parameters: it"):
         build_optimizer(leaves(3), type_name, {})
 
 
-def test_the_names_of_torch_are_all_either_elementwise_or_not() -> None:
+@pytest.mark.parametrize("type_name", ["Lamb", "MuAdam", "shampoo"])
+def test_what_torch_does_not_have_may_be_given_as_an_instance(type_name: str) -> None:
+    with pytest.raises(ValueError, match=f"{type_name}: torch has no such class; .* give the instance"):
+        build_optimizer(leaves(3), type_name, {})
+
+
+def test_the_names_of_torch_are_all_decided() -> None:
     names = {
         name
         for name, kind in vars(torch.optim).items()
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     }
-    assert names <= {*ELEMENTWISE, *NOT_ELEMENTWISE, "Optimizer"}, "decide about the new one"
+    whole = {kind.__name__ for kind in named.WHOLE}
+    assert names <= {*ELEMENTWISE, *whole, *named._REFUSED, "Optimizer"}, "decide about the new one"
 
 
 def test_an_instance_is_refused_by_its_class_and_its_bases() -> None:
     class MyLBFGS(torch.optim.LBFGS):
         pass
 
-    class Lamb(torch.optim.SGD):
-        pass
-
-    refuse_not_elementwise(torch.optim.AdamW(leaves(3)))
-    for optimizer in (MyLBFGS(leaves(3)), Lamb(leaves(3))):
-        with pytest.raises(ValueError, match="is not elementwise"):
-            refuse_not_elementwise(optimizer)
+    refuse_known(torch.optim.AdamW(leaves(3)))
+    with pytest.raises(ValueError, match="LBFGS cannot train sharded parameters"):
+        refuse_known(MyLBFGS(leaves(3)))

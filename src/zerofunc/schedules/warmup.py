@@ -1,30 +1,19 @@
-"""Learning-rate schedules under DeepSpeed's names and with its numbers, and any of torch's by name."""
+"""Schedules that begin with a warmup."""
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import logging
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import Optimizer
 
-__all__ = ["WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "build_scheduler"]
+from zerofunc.schedules.iterations import IterationScheduler, Rates, per_group, whole_number
 
 _logger = logging.getLogger("zerofunc.schedules")
 
 WarmupType = Literal["log", "linear"]
-
-_NOT_BUILDABLE = {
-    "LRRangeTest": "it is not supported by this version",
-    "OneCycle": "it is not supported by this version; torch's OneCycleLR is",
-    "ReduceLROnPlateau": "its step takes a metric that the engine does not have; build it and step it yourself",
-    "ChainedScheduler": "it is made of scheduler objects; build it and pass the object",
-    "SequentialLR": "it is made of scheduler objects; build it and pass the object",
-}
 
 
 def warmup(iteration: int, num_steps: int, kind: WarmupType) -> float:
@@ -43,7 +32,7 @@ def cosine_decay(iteration: int, start: int, stop: int, floor: float) -> float:
     return max(0.0, floor + (1.0 - floor) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-class WarmupLR(LRScheduler):
+class WarmupLR(IterationScheduler):
     """Raises each group's rate from a minimum to a maximum, then keeps it there.
 
     As in DeepSpeed, iteration i is in force after the call number i + 1 of `step`; until the first call the rate
@@ -52,7 +41,7 @@ class WarmupLR(LRScheduler):
     Args:
         optimizer: Whose groups get the rates.
         warmup_min_lr: Rate at the start, one for all groups or one each.
-        warmup_max_lr: Rate after warmup, one for all groups or one each.
+        warmup_max_lr: Rate after warmup, one for all groups or one each; each group's own by default.
         warmup_num_steps: Iterations of warmup; 1 counts as 2, as upstream.
         warmup_type: "log" or "linear".
         last_batch_iteration: Iteration in force when training is resumed without a state_dict, -1 to start.
@@ -63,22 +52,23 @@ class WarmupLR(LRScheduler):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] = 0.001,
+        optimizer: Optimizer,
+        warmup_min_lr: Rates = 0.0,
+        warmup_max_lr: Rates | None = None,
         warmup_num_steps: int = 1000,
         warmup_type: WarmupType = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.min_lrs = _per_group(optimizer, warmup_min_lr, "warmup_min_lr")
-        self.max_lrs = _per_group(optimizer, warmup_max_lr, "warmup_max_lr")
+        self.min_lrs = per_group(optimizer, warmup_min_lr, "warmup_min_lr")
+        own_lrs = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        self.max_lrs = own_lrs if warmup_max_lr is None else per_group(optimizer, warmup_max_lr, "warmup_max_lr")
         self.warmup_num_steps = _warmup_steps(warmup_num_steps)
         self.warmup_type = _checked_type(warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return the rate of each group, `min + (max - min) * factor`."""
-        iteration = self.last_epoch - 1
+        iteration = self.last_batch_iteration
         factor = self._factor(iteration) if iteration >= 0 else 0.0
         return [low + (high - low) * factor for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
@@ -106,10 +96,10 @@ class WarmupDecayLR(WarmupLR):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         total_num_steps: int,
-        warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] = 0.001,
+        warmup_min_lr: Rates = 0.0,
+        warmup_max_lr: Rates | None = None,
         warmup_num_steps: int = 1000,
         warmup_type: WarmupType = "log",
         last_batch_iteration: int = -1,
@@ -123,7 +113,7 @@ class WarmupDecayLR(WarmupLR):
         return linear_decay(iteration, self.warmup_num_steps, self.total_num_steps)
 
 
-class WarmupCosineLR(LRScheduler):
+class WarmupCosineLR(IterationScheduler):
     """Scales each group's own rate: up from a ratio to 1, then down along a cosine to another ratio.
 
     As in DeepSpeed, iteration i is in force after the call number i + 1 of `step`; until the first call the rate
@@ -144,7 +134,7 @@ class WarmupCosineLR(LRScheduler):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         total_num_steps: int,
         warmup_min_ratio: float = 0.0,
         warmup_num_steps: int = 1000,
@@ -161,7 +151,7 @@ class WarmupCosineLR(LRScheduler):
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return the rate of each group, its initial rate times the ratio."""
-        iteration = self.last_epoch - 1
+        iteration = self.last_batch_iteration
         ratio = self._ratio(iteration) if iteration >= 0 else 0.0
         return [base * ratio for base in self.base_lrs]
 
@@ -172,29 +162,13 @@ class WarmupCosineLR(LRScheduler):
         return cosine_decay(iteration, self.warmup_num_steps, self.total_num_steps, self.cos_min_ratio)
 
 
-def _per_group(optimizer: torch.optim.Optimizer, value: float | Sequence[float], name: str) -> list[float]:
-    num_groups = len(optimizer.param_groups)
-    rates = [value] * num_groups if isinstance(value, int | float) else value
-    if isinstance(rates, str) or not all(isinstance(rate, int | float) for rate in rates):
-        raise ValueError(f"{name}: expected a number or a list of numbers, found {value!r}")
-    if len(rates) != num_groups:
-        raise ValueError(f"{name}: expected {num_groups} rates, one per parameter group, found {len(rates)}")
-    return [float(rate) for rate in rates]
-
-
-def _positive_integer(value: object, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer() or value <= 0:
-        raise ValueError(f"{name}: expected an integer > 0, found {value!r}")
-    return int(value)
-
-
 def _warmup_steps(value: object) -> int:
     """Return the checked number of warmup steps, at least 2 because log(1) is 0."""
-    return max(2, _positive_integer(value, "warmup_num_steps"))
+    return max(2, whole_number(value, "warmup_num_steps"))
 
 
 def _total_steps(total: object, num_warmup: object) -> int:
-    steps = _positive_integer(total, "total_num_steps")
+    steps = whole_number(total, "total_num_steps")
     if steps < _warmup_steps(num_warmup):
         _logger.warning("total_num_steps %s is less than warmup_num_steps %s: there is no decay", steps, num_warmup)
     return steps
@@ -204,52 +178,3 @@ def _checked_type(kind: WarmupType) -> WarmupType:
     if kind not in ("log", "linear"):
         raise ValueError(f"warmup_type: expected 'log' or 'linear', found {kind!r}")
     return kind
-
-
-def _schedulers() -> dict[str, type[LRScheduler]]:
-    """Return every schedule that can be built, by lower-case name."""
-    torchs = [
-        value
-        for value in vars(torch.optim.lr_scheduler).values()
-        if isinstance(value, type) and issubclass(value, LRScheduler) and not value.__name__.startswith("_")
-    ]
-    ours: list[type[LRScheduler]] = [WarmupLR, WarmupDecayLR, WarmupCosineLR]
-    return {
-        kind.__name__.lower(): kind
-        for kind in [*torchs, *ours]
-        if kind is not LRScheduler and kind.__name__ not in _NOT_BUILDABLE
-    }
-
-
-def build_scheduler(optimizer: torch.optim.Optimizer, type_name: str, params: dict[str, Any]) -> LRScheduler:
-    """Return the schedule of that name over the optimizer; local.
-
-    Args:
-        optimizer: Whose groups get the rates.
-        type_name: WarmupLR, WarmupDecayLR, WarmupCosineLR or a class of `torch.optim.lr_scheduler`, in any case.
-        params: Its keyword arguments.
-
-    Raises:
-        ValueError: If there is no such schedule, or it does not take these parameters.
-    """
-    for name, reason in _NOT_BUILDABLE.items():
-        if type_name.lower() == name.lower():
-            raise ValueError(f"scheduler.type: {name} cannot be built from a configuration: {reason}")
-    known = _schedulers()
-    kind = known.get(type_name.lower())
-    if kind is None:
-        near = difflib.get_close_matches(type_name.lower(), known, n=1)
-        hint = f"; did you mean {known[near[0]].__name__}?" if near else ""
-        raise ValueError(f"scheduler.type: expected a known schedule, found {type_name!r}{hint}")
-    accepted = [name for name in inspect.signature(kind).parameters if name != "optimizer"]
-    unknown = sorted(set(params) - set(accepted))
-    if unknown:
-        raise ValueError(
-            f"scheduler.params: {kind.__name__} does not take {', '.join(unknown)}; it takes {', '.join(accepted)}"
-        )
-    try:
-        return kind(optimizer, **params)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"scheduler.params: {kind.__name__} refused {params}: {error}; it takes {', '.join(accepted)}"
-        ) from error

@@ -1,4 +1,4 @@
-"""Optimizers by name over 1-D shards; only elementwise ones give the unsharded result there."""
+"""Optimizers by name, over shards or over whole parameters, and those that are refused by name."""
 
 from __future__ import annotations
 
@@ -11,52 +11,50 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["NOT_ELEMENTWISE", "build_optimizer", "refuse_not_elementwise"]
+from zerofunc.optimizers.lion import Lion
 
-_MATRICES = "it needs whole matrices"
-_NORMS = "it needs the norm of a whole parameter"
-_REASONS = {
-    "LBFGS": "its line search takes products over all parameters",
+_NOT_IN_TORCH = "torch has no such class; build one that has and give the instance to initialize()"
+_COMMUNICATES = "it communicates by itself; AdamW with communication_data_type 'bf16' moves less as well"
+_REFUSED = {
+    "LBFGS": "its line search takes products over all parameters and calls a closure again and again",
     "SparseAdam": "it takes sparse gradients, and shards have dense ones",
-    "Adafactor": _MATRICES,
-    "Muon": _MATRICES,
-    "Shampoo": _MATRICES,
-    "SOAP": _MATRICES,
-    "Lamb": _NORMS,
-    "FusedLamb": _NORMS,
-    "LARS": _NORMS,
-    "OneBitAdam": "it communicates by itself",
-    "ZeroOneAdam": "it communicates by itself",
-    "OneBitLamb": "it communicates by itself",
-    "MuAdam": "it scales by the shape of a whole parameter",
-    "MuAdamW": "it scales by the shape of a whole parameter",
-    "MuSGD": "it scales by the shape of a whole parameter",
+    "OneBitAdam": _COMMUNICATES,
+    "ZeroOneAdam": _COMMUNICATES,
+    "OneBitLamb": _COMMUNICATES,
 }
+_ABSENT = ("Lamb", "FusedLamb", "LARS", "Shampoo", "SOAP", "MuAdam", "MuAdamW", "MuSGD")
 
-NOT_ELEMENTWISE: frozenset[str] = frozenset(_REASONS)
-"""Names of optimizers whose update of an element depends on more than that element's own history."""
+WHOLE: frozenset[type[Optimizer]] = frozenset({torch.optim.Adafactor, torch.optim.Muon})
+"""Classes of ``torch.optim`` whose update of an element depends on its whole parameter."""
 
 _OPTIMIZERS: dict[str, type[Optimizer]] = {
     name.lower(): kind
-    for name, kind in vars(torch.optim).items()
-    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer and name not in NOT_ELEMENTWISE
+    for name, kind in [*vars(torch.optim).items(), ("Lion", Lion)]
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer and name not in _REFUSED
 }
 _ADAMS = ("adam", "adamw")
 
 
-def refuse_not_elementwise(optimizer: Optimizer) -> None:
-    """Raise ValueError if the optimizer, or a class it derives from, is known not to be elementwise."""
+def elementwise_class(kind: type[Optimizer]) -> bool:
+    """Whether it is a class of ``torch.optim`` whose update of an element depends on that element's history alone."""
+    return kind in _OPTIMIZERS.values() and kind not in WHOLE
+
+
+def needs_whole_parameters(type_name: str) -> bool:
+    """Whether the optimizer of that name, in any case, must see parameters in their full shapes."""
+    return _OPTIMIZERS.get(type_name.lower()) in WHOLE
+
+
+def refuse_known(optimizer: Optimizer) -> None:
+    """Raise ValueError if the optimizer, or a class it derives from, is known not to work on sharded parameters."""
     for kind in type(optimizer).__mro__:
         _refuse_name(kind.__name__)
 
 
 def _refuse_name(type_name: str) -> None:
-    for name, reason in _REASONS.items():
+    for name, reason in _REFUSED.items():
         if name.lower() == type_name.lower():
-            raise ValueError(
-                f"optimizer: {name} is not elementwise ({reason}), and shards are 1-D pieces of many parameters; "
-                "use an elementwise one such as AdamW or SGD"
-            )
+            raise ValueError(f"optimizer: {name} cannot train sharded parameters: {reason}")
 
 
 def build_optimizer(
@@ -64,7 +62,7 @@ def build_optimizer(
     type_name: str,
     params: dict[str, Any],
 ) -> Optimizer:
-    """Return the optimizer of that name over this rank's shards; local.
+    """Return the optimizer of that name; local.
 
     As in DeepSpeed, Adam means AdamW unless `adam_w_mode` is false, and both have no weight decay unless it is given;
     with `torch_adam` torch's own default holds. A fused kernel is used where torch has one for every tensor and
@@ -72,11 +70,11 @@ def build_optimizer(
 
     Args:
         params_or_groups: Tensors, named tensors or group dicts; groups are copied. Tensors may have 0 elements.
-        type_name: An elementwise class of `torch.optim`, in any case.
+        type_name: A class of `torch.optim`, or Lion, in any case.
         params: Its keyword arguments, and for Adam and AdamW `adam_w_mode`, `torch_adam`, `bias_correction`.
 
     Raises:
-        ValueError: If there is no such optimizer, it is not elementwise, or it does not take these parameters.
+        ValueError: If there is no such optimizer, it is refused, or it does not take these parameters.
     """
     _refuse_name(type_name)
     kind, arguments = _resolve(type_name, dict(params))
@@ -100,10 +98,12 @@ def build_optimizer(
 def _resolve(type_name: str, arguments: dict[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
     """Return torch's class and its keyword arguments for a name and the parameters of a configuration."""
     name = type_name.lower()
+    if name in map(str.lower, _ABSENT):
+        raise ValueError(f"optimizer.type: {type_name}: {_NOT_IN_TORCH}")
     if name not in _OPTIMIZERS:
         near = difflib.get_close_matches(name, _OPTIMIZERS, n=1)
         hint = f"; did you mean {_OPTIMIZERS[near[0]].__name__}?" if near else ""
-        raise ValueError(f"optimizer.type: expected an elementwise class of torch.optim, found {type_name!r}{hint}")
+        raise ValueError(f"optimizer.type: expected a class of torch.optim or Lion, found {type_name!r}{hint}")
     if "max_grad_norm" in arguments:
         raise ValueError("optimizer.params.max_grad_norm: not an optimizer's parameter; set gradient_clipping instead")
     if "betas" in arguments and isinstance(arguments["betas"], list):

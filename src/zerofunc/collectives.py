@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore  # torch.distributed's, which it does not export to type checkers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
 
 from zerofunc.buffers import BufferPool
 
@@ -125,14 +126,16 @@ class Axis:
             raise DivergenceError(
                 "ranks run different programs. " + "; ".join(self._labels(label)) + ". Every rank must call the "
                 "same parts of a sharded model in the same order: run the branch on all ranks, keep its parameters on "
-                "one page (unsplit) or gathered (zerofunc.gathered)."
+                "one page (unsplit) or gathered (zerofunc.gathered), and loop over zerofunc.join(engine, loader) where "
+                "ranks have different numbers of batches."
             )
 
     def lost(self, label: str, error: Exception) -> DivergenceError:
         """The error to raise when a rank did not take part in ``label``."""
         return DivergenceError(
             f"rank {self.rank} of {self.size} waited at {label}, and another rank did not come within "
-            f"{self.timeout_s:g} s or has ended ({str(error).splitlines()[0][:200]})"
+            f"{self.timeout_s:g} s or has ended ({str(error).splitlines()[0][:200]}). If it ran out of batches, loop "
+            "over zerofunc.join(engine, loader)."
         )
 
     def _labels(self, label: str) -> list[str]:
@@ -199,9 +202,35 @@ class Axis:
         works = []
         for offset in range(1, self.size):
             to, source = (self.rank + offset) % self.size, (self.rank - offset) % self.size
-            works.append(dist.isend(sent[to], group=group, group_dst=to, tag=self._tag))
-            works.append(dist.irecv(received[source], group=group, group_src=source, tag=self._tag))
+            if sent[to].numel():
+                works.append(dist.isend(sent[to], group=group, group_dst=to, tag=self._tag))
+            if received[source].numel():
+                works.append(dist.irecv(received[source], group=group, group_src=source, tag=self._tag))
         return works
+
+    def all_to_all(self, received: list[torch.Tensor], sent: list[torch.Tensor], label: str) -> Work:
+        """Collective. Start sending ``sent[rank]`` to each rank, and receiving ``received[rank]``.
+
+        Pieces are 1-D, of any lengths; what one rank sends is as long as what the other expects, which ranks have
+        agreed on before.
+        """
+        self.moved_bytes += sum(piece.nbytes for rank, piece in enumerate(sent) if rank != self.rank)
+        if self.size > 1 and dist.get_backend(self.gather_group) != "gloo":
+            return Pending([dist.all_to_all(received, sent, group=self.gather_group, async_op=True)], self, label)
+        received[self.rank].copy_(sent[self.rank])
+        return Pending(self._exchange(sent, received, self.gather_group), self, label)
+
+    def broadcast_object(self, value: Any, label: str, source: int) -> Any:
+        """Collective. What the axis's rank ``source`` gives, tensors on the CPU; ranks agree first. Not counted."""
+        self.agree(label)
+        if self.size == 1:
+            return value
+        values = [pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, value)]
+        try:
+            dist.broadcast_object_list(values, group=self.control_group, group_src=source)
+        except RuntimeError as error:
+            raise self.lost(label, error) from error
+        return values[0]
 
     def all_reduce(self, tensor: torch.Tensor, label: str) -> Work:
         """Collective. Start summing ``tensor`` over ranks in place."""

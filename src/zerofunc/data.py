@@ -12,7 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 _logger = logging.getLogger("zerofunc.data")
 
 
-class RankLoader(StatefulDataLoader):
+class RankLoader(StatefulDataLoader):  # type: ignore[misc] # it has no types
     """This rank's micro-batches; every iteration is an epoch of its own, in another order where the sampler shuffles.
 
     ``state_dict()`` taken between two batches and given to ``load_state_dict()`` of a loader made alike, on the same
@@ -28,7 +28,7 @@ class RankLoader(StatefulDataLoader):
         self._is_resumed = False
         self._is_finished = False
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:
         """One epoch, or the rest of one that is resumed."""
         if not self._is_resumed:
             self.epoch += 1

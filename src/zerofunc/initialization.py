@@ -19,22 +19,19 @@ from zerofunc.config import Config, ConfigError, LeafModuleConfig, load_config
 from zerofunc.data import RankLoader, rank_loader
 from zerofunc.engine import Engine
 from zerofunc.launch import DEFAULT_MASTER_PORT, init_distributed
-from zerofunc.optimizers import build_optimizer, refuse_not_elementwise
 from zerofunc.precision import DTYPES
 from zerofunc.progress import log_to_console
 from zerofunc.reduction import Reducer
 from zerofunc.schedules import build_scheduler
+from zerofunc.sharded_optimizer import OptimizerFactory, make_optimizer
 from zerofunc.sharding import (
     DEFAULT_PAGE_BYTES,
     DEFAULT_RESIDENT_BYTES,
     Sharding,
-    owner_of,
     shard,
     sharding_of,
-    shards,
 )
 
-OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 
 
@@ -89,10 +86,8 @@ def initialize(
         raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
     if mpu is not None:
         raise ValueError("mpu is given, but there is no model parallelism; give mesh=, of the data-parallel ranks")
-    if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, Optimizer):
+    if lr_scheduler is not None and not callable(lr_scheduler) and not isinstance(optimizer, Optimizer):
         raise ValueError("lr_scheduler is an instance; give the optimizer instance that it schedules too")
-    if isinstance(optimizer, Optimizer) and optimizer.state:
-        raise ValueError("the optimizer has stepped already; its state is not sharded. Give a fresh one")
     num_ranks = _started_ranks(dist_init_required, distributed_port) if mesh is None else mesh.size()
     resolved = load_config(given, num_ranks, defaults)
     if resolved.log_level is not None:
@@ -103,7 +98,8 @@ def initialize(
     shard(model, resolved.zero_optimization.stage, mesh, **_shard_options(model, resolved))
     sharding = sharding_of(model)
     _set_reduction(sharding.reducer, resolved)
-    sharding.optimizer = made = _optimizer(model, resolved, optimizer, model_parameters)
+    allow_untested = resolved.zero_allow_untested_optimizer
+    sharding.optimizer = made = make_optimizer(model, optimizer, resolved.optimizer, model_parameters, allow_untested)
     schedule = _scheduler(resolved, made, lr_scheduler)
     loader = _loader(sharding, resolved, training_data, collate_fn)
     return Engine(model, resolved, made, schedule, loader), made, loader, schedule
@@ -152,10 +148,10 @@ def _shard_options(model: nn.Module, config: Config) -> dict[str, Any]:
     itemsize = 4 if param_dtype is None else 2
     page_bytes, resident_bytes = ours.page_bytes, ours.resident_bytes
     if page_bytes is None:
-        buckets = (zero.stage3_prefetch_bucket_size,)
-        if zero.stage < 3:
-            buckets = (zero.reduce_bucket_size, zero.allgather_bucket_size)
-        page_bytes = min(DEFAULT_PAGE_BYTES, *(bucket * itemsize for bucket in buckets if bucket))
+        buckets = [zero.reduce_bucket_size, zero.allgather_bucket_size]
+        if zero.stage == 3:
+            buckets = [zero.stage3_prefetch_bucket_size]
+        page_bytes = min([DEFAULT_PAGE_BYTES, *(bucket * itemsize for bucket in buckets if bucket)])
     if resident_bytes is None:
         live = zero.stage3_max_live_parameters
         resident_bytes = DEFAULT_RESIDENT_BYTES if live is None else live * itemsize
@@ -195,53 +191,10 @@ def _leaf_modules(model: nn.Module, leaves: LeafModuleConfig) -> list[str]:
     return found
 
 
-def _optimizer(
-    model: nn.Module,
-    config: Config,
-    optimizer: Optimizer | OptimizerFactory | None,
-    model_parameters: Iterable[Any] | None,
-) -> Optimizer | None:
-    if isinstance(optimizer, Optimizer):
-        for group in optimizer.param_groups:
-            group["params"] = [_shard_of(model, parameter) for parameter in group["params"]]
-        return optimizer
-    groups = _groups(model, model_parameters)
-    if optimizer is not None:
-        made = optimizer(groups)
-        refuse_not_elementwise(made)
-        return made
-    if config.optimizer is not None:
-        return build_optimizer(groups, config.optimizer.type, config.optimizer.params)
-    return None
-
-
-def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[dict[str, Any]]:
-    if model_parameters is None:
-        return [{"params": list(shards(model).values())}]
-    entries = list(model_parameters)
-    if not all(isinstance(entry, dict) for entry in entries):
-        entries = [{"params": entries}]
-    groups = []
-    for entry in entries:
-        parameters = [entry["params"]] if isinstance(entry["params"], torch.Tensor) else list(entry["params"])
-        parameters = [p[1] if isinstance(p, tuple) else p for p in parameters]
-        groups.append({**entry, "params": [_shard_of(model, p) for p in parameters if p.requires_grad]})
-    return [group for group in groups if group["params"]]
-
-
-def _shard_of(model: nn.Module, parameter: torch.Tensor) -> torch.Tensor:
-    owner = owner_of(parameter)
-    if owner is None or owner.sharding() is not sharding_of(model):
-        raise ValueError(
-            f"the optimizer's parameters include one of shape {tuple(parameter.shape)} that is not the model's"
-        )
-    return sharding_of(model).shard(owner.name)
-
-
 def _scheduler(
     config: Config, optimizer: Optimizer | None, lr_scheduler: LRScheduler | SchedulerFactory | None
 ) -> LRScheduler | None:
-    if isinstance(lr_scheduler, LRScheduler):
+    if lr_scheduler is not None and not callable(lr_scheduler):
         return lr_scheduler
     if lr_scheduler is None and config.scheduler is None:
         return None

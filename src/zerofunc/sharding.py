@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 
 from zerofunc.buffers import alias, below_transforms
 from zerofunc.collectives import DEFAULT_TIMEOUT_S, Axes, axes_of
+from zerofunc.filling import find_unfilled, first_rank_numbers, give_memory, home_device
 from zerofunc.kernels.selection import select_kernels
 from zerofunc.layout import PageLayout, ParameterSpec, build_pages
 from zerofunc.paged_tensor import PagedTensor
@@ -35,6 +36,7 @@ from zerofunc.reduction import Reducer
 MIB = 1 << 20
 DEFAULT_PAGE_BYTES = 8 * MIB
 DEFAULT_RESIDENT_BYTES = 64 * MIB
+PIECE_NUMEL = MIB  # elements of a first value that travel at a time, so that no rank copies a large parameter whole
 
 
 @dataclass(frozen=True)
@@ -159,14 +161,14 @@ class Sharding:
 
     def gather_parts(self, page: Page, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Collective. Gather per-parameter parts (zeros where missing) into a page, 1-D [padded_numel]."""
-        mine = torch.zeros(page.layout.shard_numel, dtype=dtype, device=page.master.device)
+        mine = torch.zeros(page.layout.shard_numel, dtype=dtype, device=page.device)
         for slot in page.layout.slots:
             if slot.name in parts:
                 start, stop = page.layout.part(slot, self.rank)
                 mine[start:stop] = parts[slot.name].detach()
         if page.layout.num_shards == 1:
             return mine
-        full = torch.empty(page.layout.padded_numel, dtype=dtype, device=page.master.device)
+        full = torch.empty(page.layout.padded_numel, dtype=dtype, device=page.device)
         self.axes.shard.all_gather(full, mine, f"gather of a tree on {page.label}").wait()
         return full
 
@@ -214,6 +216,20 @@ def owner_of(tensor: torch.Tensor) -> _Owner | None:
     return _owners.get(id(tensor))
 
 
+def place_of(parameter: torch.Tensor) -> tuple[Pager, Page, int] | None:
+    """Where a parameter's data lies: on which slot of which page; None for what is not sharded.
+
+    A parameter that was built inside :class:`zerofunc.Init` has a place before it has a sharding.
+    """
+    owner = owner_of(parameter)
+    sharding = owner.sharding() if owner is not None else None
+    if owner is not None and sharding is not None:
+        return sharding.pager, *sharding.slots[owner.name]
+    if isinstance(parameter, PagedTensor) and not parameter._chain:
+        return parameter._pager, parameter._page, parameter._page.layout.slots.index(parameter._slot)
+    return None
+
+
 def shardings() -> list[Sharding]:
     """All shardings alive in this process."""
     return list(dict.fromkeys(s for owner in _owners.values() if (s := owner.sharding()) is not None))
@@ -241,12 +257,13 @@ def shard(
 ) -> nn.Module:
     """Collective. Shard a module's parameters over the data-parallel ranks, in place, and return it.
 
-    Names, shapes and ``state_dict`` keys do not change, and parameters keep their identity. Every rank starts from
-    the parameters and buffers of the first rank. Afterwards ``loss.backward()`` leaves the mean gradient over all
-    ranks in the ``grad`` of :func:`shards`.
+    Names, shapes and ``state_dict`` keys do not change, and parameters keep their identity and attributes. Every rank
+    starts from the parameters and buffers of the first rank. What is on the meta device gets values page by page, from
+    the ``reset_parameters`` of its module or an ``_init_weights`` around it. Afterwards ``loss.backward()`` leaves the
+    mean gradient over all ranks in the ``grad`` of :func:`shards`.
 
     Args:
-        module: Any module, on its final device and in its final data types.
+        module: Any module, on its final device and in its final data types, or built in :class:`zerofunc.Init`.
         stage: 0: all ranks hold everything. 1: optimizer state is split. 2: gradients too. 3: parameters too.
         mesh: One axis (shard) or two (replicate, shard). All ranks on the shard axis by default.
         page_bytes: Parameters are gathered and reduced in pages of about this size.
@@ -270,7 +287,7 @@ def shard(
         raise ValueError(f"stage is {stage!r}; expected 0, 1, 2 or 3")
     if page_bytes < 1 or resident_bytes < 0 or persistence_bytes < 0 or timeout_s <= 0:
         raise ValueError("page_bytes and timeout_s must be positive, resident_bytes and persistence_bytes not negative")
-    parameters = _parameters_to_shard(module)
+    parameters, unfilled = _parameters_to_shard(module), find_unfilled(module)
     specs = [
         ParameterSpec(name, parameter.shape, _key(parameter, param_dtype), inside)
         for (name, parameter), inside in zip(parameters.items(), _unsplit(module, parameters, unsplit), strict=True)
@@ -278,16 +295,25 @@ def shard(
     axes = axes_of(mesh, replicate_all=stage == 0, timeout_s=timeout_s)
     axes.agree(f"shard(stage={stage}, page_bytes={page_bytes}) of {[(s.name, tuple(s.shape)) for s in specs]}")
     pager = Pager(axes, resident_bytes, persistence_bytes, prefetch, persistence_limit_bytes)
+    pages = []
     with below_transforms():
+        for inner, _ in unfilled:
+            give_memory(inner)
         for name, buffer in module.named_buffers():
             axes.broadcast(buffer, f"first broadcast of buffer {name!r}")
-        pages = []
         for layout in _layouts(specs, axes.shard.size, page_bytes):
             page_parameters = [parameters[slot.name] for slot in layout.slots]
-            pages.append(_build_page(layout, page_parameters, stage, axes, low_precision_masters, masters_on_cpu))
-        for page in pages:
-            _replace_parameters(page, [parameters[slot.name] for slot in page.layout.slots], stage, pager)
-    module.__dict__["_zerofunc"] = Sharding(module, stage, axes, pages, pager)
+            page = build_page(layout, page_parameters, stage, axes, low_precision_masters, masters_on_cpu)
+            replace_parameters(page, page_parameters, stage, pager)  # which frees what they held before
+            pages.append(page)
+    sharding = module.__dict__["_zerofunc"] = Sharding(module, stage, axes, pages, pager)
+    if unfilled:
+        with first_rank_numbers(axes), torch.no_grad():
+            for inner, fillers in unfilled:
+                for give_values in fillers:
+                    give_values()
+                torch.autograd.graph.increment_version(list(inner.parameters(recurse=False)))  # if written by .data
+        sharding.refresh()
     module.register_forward_pre_hook(_before_forward)
     select_kernels(module, second_order)
     _watch_optimizers()
@@ -299,10 +325,8 @@ def _parameters_to_shard(module: nn.Module) -> dict[str, nn.Parameter]:
     if not parameters:
         raise ValueError(f"{type(module).__name__} has no parameters to shard")
     for name, parameter in parameters.items():
-        if owner_of(parameter) is not None or isinstance(parameter, PagedTensor):
+        if owner_of(parameter) is not None:
             raise ValueError(f"parameter {name!r} is sharded already; a parameter belongs to one sharded module")
-        if parameter.is_meta:
-            raise ValueError(f"parameter {name!r} is on the meta device; give it data first")
         if not parameter.is_floating_point() and parameter.requires_grad:
             raise ValueError(f"parameter {name!r} is {parameter.dtype}; trainable parameters are floating point")
         if parameter.layout != torch.strided:
@@ -312,7 +336,7 @@ def _parameters_to_shard(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _key(parameter: nn.Parameter, param_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.device, bool]:
     dtype = param_dtype if param_dtype is not None and parameter.is_floating_point() else parameter.dtype
-    return dtype, parameter.device, parameter.requires_grad
+    return dtype, home_device() if parameter.is_meta else parameter.device, parameter.requires_grad
 
 
 def _unsplit(module: nn.Module, parameters: Iterable[str], unsplit: Iterable[str]) -> list[str | None]:
@@ -329,7 +353,7 @@ def _layouts(specs: list[ParameterSpec], num_shards: int, page_bytes: int) -> li
     return list(build_pages(specs, num_shards, max(1, page_bytes // itemsize)))
 
 
-def _build_page(
+def build_page(
     layout: PageLayout, parameters: list[nn.Parameter], stage: int, axes: Axes, low_precision: bool, on_cpu: bool
 ) -> Page:
     """Collective. One page with the first rank's values."""
@@ -337,24 +361,48 @@ def _build_page(
     is_low = dtype.is_floating_point and dtype.itemsize < 4
     master_dtype = torch.float32 if is_low and not low_precision else dtype
     master_device = torch.device("cpu") if on_cpu else device
-    full = torch.zeros(layout.padded_numel, dtype=master_dtype, device=device)
+    first = axes.shard.rank * layout.shard_numel
+    mine = slice(first, first + layout.shard_numel)
+    held = mine if stage == 3 else slice(0, layout.padded_numel)
+    values = torch.zeros(held.stop - held.start, dtype=master_dtype, device=master_device if stage == 3 else device)
     for slot, parameter in zip(layout.slots, parameters, strict=True):
-        alias(full, slot.offset, slot.shape).copy_(parameter)
+        position = slot.offset - held.start
+        for piece in _first_values(parameter, axes, device, master_dtype, slot.name):
+            start, stop = max(position, 0), min(position + piece.numel(), values.numel())
+            if start < stop:
+                values[start:stop].copy_(piece[start - position : stop - position])
+            position += piece.numel()
+            del piece  # before the next parameter is gathered
+    full, master = (None, values) if stage == 3 else (values.to(dtype), values[mine])
+    if full is not None and (dtype != master_dtype or device != master_device):
+        master = master.to(master_device, copy=True)
     names = ", ".join(slot.name for slot in layout.slots[:3]) + (", …" if len(layout.slots) > 3 else "")
-    label = f"page {layout.index} ({names})"
-    axes.broadcast(full, f"first broadcast of {label}")
-    rank = axes.shard.rank
-    master = full[rank * layout.shard_numel : (rank + 1) * layout.shard_numel]
-    if stage == 3 or dtype != master_dtype or device != master_device:
-        master, full = master.to(master_device, copy=True), full.to(dtype)
-    page = Page(layout, dtype, master, full=None if stage == 3 else full, label=label)
+    page = Page(layout, dtype, master, full=full, label=f"page {layout.index} ({names})")
     for slot, parameter in zip(layout.slots, parameters, strict=True):
-        start, stop = layout.part(slot, rank)
+        start, stop = layout.part(slot, axes.shard.rank)
         page.shards.append(shard_of(master, start, stop - start, parameter.requires_grad))
     return page
 
 
-def _replace_parameters(page: Page, parameters: list[nn.Parameter], stage: int, pager: Pager) -> None:
+def _first_values(
+    parameter: nn.Parameter, axes: Axes, device: torch.device, dtype: torch.dtype, name: str
+) -> Iterator[torch.Tensor]:
+    """Collective. The first rank's values of a parameter, 1-D, piece by piece; NaN on the meta device."""
+    if parameter.is_meta:
+        nothing = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+        yield nothing.expand(parameter.numel())
+    elif isinstance(parameter, PagedTensor):  # of Init, where they are the same on all ranks
+        yield parameter._value().reshape(-1)
+    else:
+        for piece in parameter.detach().reshape(-1).split(PIECE_NUMEL):
+            if axes.num_ranks > 1 and piece.numel():
+                piece = piece.to(device, dtype, copy=True)
+                axes.broadcast(piece, f"first broadcast of {name!r}")
+            yield piece
+
+
+def replace_parameters(page: Page, parameters: list[nn.Parameter], stage: int, pager: Pager) -> None:
+    """Local. Make parameters, their identity and attributes kept, those of a page."""
     for slot, parameter in zip(page.layout.slots, parameters, strict=True):
         new: torch.Tensor
         if stage == 3:
@@ -365,7 +413,7 @@ def _replace_parameters(page: Page, parameters: list[nn.Parameter], stage: int, 
         replacement = nn.Parameter(new, parameter.requires_grad)
         del new
         try:
-            _swap(parameter, replacement)
+            swap(parameter, replacement)
         except RuntimeError as error:
             raise ValueError(
                 f"parameter {slot.name!r} is in use by a graph or a weak reference ({error}); shard the module before "
@@ -375,11 +423,16 @@ def _replace_parameters(page: Page, parameters: list[nn.Parameter], stage: int, 
     page.note_changes()
 
 
-def _swap(parameter: nn.Parameter, replacement: nn.Parameter) -> None:
-    """Give ``parameter`` the content of ``replacement``, its identity kept.
+def swap(parameter: torch.Tensor, replacement: torch.Tensor) -> None:
+    """Give ``parameter`` the content of ``replacement``, its identity and attributes kept.
 
     ``torch.utils.swap_tensors`` refuses weak references. nn.RNN holds some to its weights, which shall see the change.
+
+    Raises:
+        RuntimeError: If something else refers to the content, such as a graph.
     """
+    of_content = {*PagedTensor.__annotations__, "_is_param"}
+    vars(replacement).update({k: v for k, v in vars(parameter).items() if k not in of_content})
     if not weakref.getweakrefs(parameter):
         torch.utils.swap_tensors(parameter, replacement)
         return

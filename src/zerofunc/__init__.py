@@ -1,11 +1,16 @@
 """ZeRO data-parallel training for PyTorch on which torch.func transforms simply work."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from zerofunc import curvature
 from zerofunc.collectives import DivergenceError
 from zerofunc.config import ConfigError
+from zerofunc.data import RepeatingLoader
 from zerofunc.engine import Engine
 from zerofunc.initialization import initialize
 from zerofunc.kernels.selection import second_order
+from zerofunc.launch import init_distributed
 from zerofunc.parameter_space import functional_call, jacfwd
 from zerofunc.per_sample.functions import (
     clipped_grad,
@@ -14,16 +19,24 @@ from zerofunc.per_sample.functions import (
     per_sample_projections,
 )
 from zerofunc.per_sample.seeded import Projector
+from zerofunc.progress import log_to_console
 from zerofunc.recompute.attention import attention
 from zerofunc.recompute.checkpoint import checkpoint, checkpoint_module
+from zerofunc.sharded_init import Init
+from zerofunc.sharded_optimizer import shard_optimizer
 from zerofunc.sharding import Usage, refresh, shard, shards, usage
 from zerofunc.trees import clip_grad_norm_, draw, full_gradients, gathered, mean, reshard, unshard, vdot
+from zerofunc.uneven import Join, join
+from zerofunc.weights import load_safetensors
 
 __all__ = [
     "ConfigError",
     "DivergenceError",
     "Engine",
+    "Init",
+    "Join",
     "Projector",
+    "RepeatingLoader",
     "Usage",
     "attention",
     "checkpoint",
@@ -35,8 +48,12 @@ __all__ = [
     "full_gradients",
     "functional_call",
     "gathered",
+    "init_distributed",
     "initialize",
     "jacfwd",
+    "join",
+    "load_safetensors",
+    "log_to_console",
     "mean",
     "per_sample_dots",
     "per_sample_grad_norms",
@@ -45,9 +62,24 @@ __all__ = [
     "reshard",
     "second_order",
     "shard",
+    "shard_optimizer",
     "shards",
     "unshard",
     "usage",
     "vdot",
 ]
 __version__ = "0.1.0"
+
+_DEEPSPEED = {
+    "DeepSpeedConfig", "DeepSpeedConfigError", "DeepSpeedEngine", "OnDevice", "accelerator", "add_config_arguments",
+    "checkpointing", "comm", "get_accelerator", "log_dist", "logger", "monitor", "ops", "runtime",
+    "utils", "zero",
+}  # fmt: skip
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Names that only DeepSpeed has, for ``import zerofunc as deepspeed``."""
+        if name not in _DEEPSPEED:
+            raise AttributeError(f"module 'zerofunc' has no attribute {name!r}")
+        return getattr(importlib.import_module("zerofunc.compat.deepspeed"), name)

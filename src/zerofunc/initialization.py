@@ -93,7 +93,8 @@ def initialize(
     if resolved.log_level is not None:
         log_to_console(resolved.log_level)
     if torch.accelerator.is_available():
-        model.to(torch.accelerator.current_accelerator())
+        device = torch.accelerator.current_accelerator()
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     _cast_buffers(model, resolved)
     shard(model, resolved.zero_optimization.stage, mesh, **_shard_options(model, resolved))
     sharding = sharding_of(model)

@@ -237,6 +237,17 @@ class Pager:
             self._uneven &= self._pinned.keys()
             self._make_room(0)
 
+    def take_from(self, rank: int, pages: Iterable[Page]) -> None:
+        """Collective. Replace the parameters and shards of some pages by what one rank's parameters hold."""
+        with below_transforms():
+            for page in pages:
+                flat = self.read(page)
+                self.axes.broadcast(flat, f"broadcast of {page.label}", rank)
+                page.take_over(flat, range(len(page.shards)), self.axes.shard.rank)
+                if page.full is None:
+                    self.wrote(page, flat, same_on_all_ranks=True)
+                page.note_changes()
+
     def release(self) -> None:
         """Local, the same on all ranks. Evict every page that is not pinned, and free its buffer."""
         for page in [page for page in self._resident if page not in self._pinned]:
@@ -295,13 +306,15 @@ class Pager:
 
         Only a page that followed twice in a row is gathered ahead: a wrong guess would cost a gather and an eviction.
         """
+        if not self.prefetch:  # nothing to learn for, and what is learnt keeps pages alive
+            return
         before, last = self._recent
         if last is not None:
             known = self._successor.get((before, last))
             self._successor[(before, last)] = (page, known is not None and known[0] is page)
         self._recent = (last, page)
         following, is_sure = self._successor.get((last, page), (page, False))
-        if not self.prefetch or not is_sure or self.is_resident(following):
+        if not is_sure or self.is_resident(following):
             return
         if page.gathered_bytes + following.gathered_bytes <= self.resident_bytes:
             with below_transforms():

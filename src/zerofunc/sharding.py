@@ -172,17 +172,6 @@ class Sharding:
         self.axes.shard.all_gather(full, mine, f"gather of a tree on {page.label}").wait()
         return full
 
-    def take_from(self, rank: int, pages: Iterable[Page]) -> None:
-        """Collective. Replace the parameters and shards of some pages by what one rank's parameters hold."""
-        with below_transforms():
-            for page in pages:
-                flat = self.pager.read(page) if page.full is None else page.full
-                self.axes.broadcast(flat, f"broadcast of {page.label}", rank)
-                page.take_over(flat, range(len(page.shards)), self.rank)
-                if page.full is None:
-                    self.pager.wrote(page, flat, same_on_all_ranks=True)
-                page.note_changes()
-
     def usage(self) -> Usage:
         """Memory and traffic on this rank."""
         held: dict[int, int] = {}

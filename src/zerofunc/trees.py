@@ -11,49 +11,49 @@ import torch
 from torch import nn
 
 from zerofunc.buffers import outside_transforms
-from zerofunc.paged_tensor import PagedTensor
 from zerofunc.pager import Page, Pager
-from zerofunc.sharding import Sharding, owner_of, sharding_of, shardings
+from zerofunc.sharding import Sharding, place_of, sharding_of, shardings
 from zerofunc.transposed import Mean, Part, Total
 
 Tree = Mapping[str, torch.Tensor]
 
 
 @contextmanager
-def gathered(module_or_params: nn.Module | Iterable[torch.Tensor], write: bool = False) -> Iterator[None]:
+def gathered(
+    module_or_params: nn.Module | Iterable[torch.Tensor], write: bool = False, writer: int = 0
+) -> Iterator[None]:
     """Collective. All parameters resident inside the context, so that reading them needs no communication.
 
     Ranks may run different programs inside, and ``data_ptr()`` works. At stages 0 to 2 they are resident anyway.
 
     Args:
         module_or_params: A module, or parameters of sharded modules.
-        write: At exit, every rank takes over what the first rank has written into the parameters (in place, under
-            ``no_grad``). All parameters of the sharded modules that are involved are taken over.
+        write: At exit, every rank takes over what one rank has written into these parameters (in place, under
+            ``no_grad``); what others have written is lost.
+        writer: That rank, among the data-parallel ranks.
 
     Raises:
-        ValueError: If nothing of it is sharded.
+        ValueError: If nothing of it is sharded, or there is no such rank.
     """
     is_module = isinstance(module_or_params, nn.Module)
     parameters = list(module_or_params.parameters() if is_module else module_or_params)  # type: ignore[union-attr,arg-type]
-    owners = [owner_of(parameter) for parameter in parameters]
-    involved = list(dict.fromkeys(s for o in owners if o is not None and (s := o.sharding()) is not None))
-    if not involved and parameters:
-        raise ValueError("gathered() was given no parameter of a sharded module")
-    wanted: dict[Pager, dict[Page, None]] = {}
+    places: dict[Pager, dict[Page, None]] = {}
     for parameter in parameters:
-        if isinstance(parameter, PagedTensor):
-            wanted.setdefault(parameter._pager, {})[parameter._page] = None
-    if write:
-        for sharding in involved:
-            if sharding.stage == 3:
-                wanted[sharding.pager] = dict.fromkeys(sharding.pages)
+        if (place := place_of(parameter)) is not None:
+            places.setdefault(place[0], {})[place[1]] = None
+    if not places and parameters:
+        raise ValueError("gathered() was given no parameter of a sharded module")
+    for pager in places:
+        if not 0 <= writer < pager.axes.num_ranks:
+            raise ValueError(f"writer is {writer}; expected a rank from 0 to {pager.axes.num_ranks - 1}")
+    ordered = {pager: sorted(pages, key=lambda page: page.layout.index) for pager, pages in places.items()}
     with ExitStack() as stack:
-        for pager, pages in wanted.items():
-            stack.enter_context(pager.pinned(sorted(pages, key=lambda page: page.layout.index)))
+        for pager, pages in ordered.items():
+            stack.enter_context(pager.pinned(pages))
         yield
         if write:
-            for sharding in involved:
-                sharding.take_first_rank()
+            for pager, pages in ordered.items():
+                pager.take_from(writer, pages)
 
 
 def full_gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:

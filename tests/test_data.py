@@ -1,6 +1,7 @@
 """Loaders: every sample once on some rank, another order in every epoch, and a stream that can be resumed anywhere."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -31,15 +32,21 @@ class Stream(IterableDataset):
 
 
 class StatefulStream(Stream):
-    """Numbers in order, which says where it stands and counts what it reads."""
+    """Numbers in order, from the epoch's on, which says where it stands and counts what it reads."""
 
-    position = num_read = 0
+    position = num_read = epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = 100 * epoch
+
+    def __len__(self):
+        return self.size
 
     def __iter__(self):
         start, self.position = self.position, 0
         for number in range(start, self.size):
             self.position, self.num_read = number + 1, self.num_read + 1
-            yield number
+            yield self.epoch + number
         self.position = 0
 
     def state_dict(self):
@@ -58,7 +65,7 @@ def test_ranks_share_the_samples_of_an_epoch(num_ranks, drop_last):
         assert len({len(samples) for samples in per_rank}) == 1
         together = [sample for samples in per_rank for sample in samples]
         if drop_last:
-            assert len(set(together)) == len(together) == 13 // num_ranks // 2 * 2 * num_ranks
+            assert len(set(together)) == len(together) == math.ceil(13 / num_ranks) // 2 * 2 * num_ranks
         else:
             assert set(together) == set(range(13))
     assert [len(loader) for loader in loaders] == [len(list(loader)) for loader in loaders]
@@ -86,18 +93,29 @@ def as_numbers(batches):
 @pytest.mark.parametrize("name", DATASETS)
 def test_a_stream_is_resumed_where_it_stood(name, num_workers):
     def loader():
-        return rank_loader(DATASETS[name](), 3, 2, 1, num_workers=num_workers)
+        return rank_loader(DATASETS[name](), 3, 3, 1, num_workers=num_workers)
 
     def stream(source):
         while True:
             yield from map(as_number, source)
 
-    whole = list(itertools.islice(stream(loader()), 12))
-    for stop in (0, 1, 4, 7) if num_workers == 0 else (3,):
+    size, stops = (12, (0, 1, 3, 4, 7)) if num_workers == 0 else (8, (1, 5))
+    whole = list(itertools.islice(stream(loader()), size))
+    for stop in stops:
         before, after = loader(), loader()
         begun = list(itertools.islice(stream(before), stop))
         after.load_state_dict(before.state_dict())
-        assert begun + list(itertools.islice(stream(after), 12 - stop)) == whole, stop
+        assert begun + list(itertools.islice(stream(after), size - stop)) == whole, stop
+
+
+def test_a_state_may_be_taken_before_the_rest_is_read():
+    before, between, after = (rank_loader(numbers(20), 2, 2, 1) for _ in range(3))
+    flat(before)
+    batches = iter(before)
+    next(batches)
+    between.load_state_dict(before.state_dict())
+    after.load_state_dict(between.state_dict())
+    assert flat(batches) == flat(between) == flat(after)
 
 
 def test_a_stateful_stream_is_not_read_again():
@@ -107,23 +125,26 @@ def test_a_stateful_stream_is_not_read_again():
     after.load_state_dict(before.state_dict())
     assert read + as_numbers(after) == as_numbers(rank_loader(StatefulStream(40), 2, 2, 0))
     assert after.dataset.dataset.num_read <= 40 - 18
+    assert sum(as_numbers(after), []) == list(range(100, 140, 2)), "the second epoch"
 
 
 def test_an_iterable_dataset_is_dealt_out_unless_it_does_so_itself(caplog):
     per_rank = [as_numbers(rank_loader(Stream(7), 2, 3, rank)) for rank in range(3)]
     assert per_rank == [[[0, 3], [6]], [[1, 4]], [[2, 5]]]
-    assert "each of 3 ranks takes every 3-th sample" in caplog.messages[0]
+    assert "each of 3 ranks takes one sample of it in 3" in caplog.messages[0]
     own = Stream(4)
     own.splits_by_rank = True
     assert as_numbers(rank_loader(own, 2, 3, 1)) == [[0, 1], [2, 3]]
     assert len(caplog.messages) == 1
+    loaders = [rank_loader(StatefulStream(7), 2, 3, rank) for rank in range(3)]
+    assert [len(loader) for loader in loaders] == [len(list(loader)) for loader in loaders] == [2, 1, 1]
 
 
 def test_a_dataset_too_small_is_refused():
     with pytest.raises(ValueError, match="training_data has 0 samples; expected at least one micro-batch of 2"):
         rank_loader(numbers(0), 2, 1, 0)
-    with pytest.raises(ValueError, match="has 5 samples; expected at least one micro-batch of 3 on each of 2 ranks"):
-        rank_loader(numbers(5), 3, 2, 0, drop_last=True)
+    with pytest.raises(ValueError, match="has 4 samples; expected at least one micro-batch of 3 on each of 2 ranks"):
+        rank_loader(numbers(4), 3, 2, 0, drop_last=True)
 
 
 def test_a_loader_is_repeated():

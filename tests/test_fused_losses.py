@@ -1,113 +1,205 @@
-"""Custom autograd.Functions and fused losses that are handed a raw weight: their gradients train as any other."""
+"""Custom autograd Functions, operators and fused losses that are given a raw weight."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 import zerofunc
-from reference import STAGES, assert_same_gradients, build, data, engine_of, mean_over_ranks, train_both
+from reference import STAGES, Language, Net, assert_same_gradients, build, data, engine_of, mean_over_ranks, train_both
+
+CHUNK = 3  # rows at a time, so that the logits are never whole
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of ``hidden @ weight.T`` in chunks, which computes its gradients in the forward.
-
-    The logits of all samples are never there at once.
-    """
+    """The last layer and its loss in one, as Liger-Kernel writes it: forward computes the gradients in chunks."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets):
-        total = hidden.new_zeros(())
-        d_hidden, d_weight, d_bias = torch.empty_like(hidden), torch.zeros_like(weight), torch.zeros_like(bias)
-        for rows in torch.arange(len(hidden)).split(2):
-            logits = torch.addmm(bias, hidden[rows], weight.t())
-            total += F.cross_entropy(logits, targets[rows], reduction="sum")
-            slope = (logits.softmax(-1) - F.one_hot(targets[rows], len(bias))) / len(hidden)
-            d_hidden[rows] = slope @ weight
-            d_weight.addmm_(slope.t(), hidden[rows])
-            d_bias += slope.sum(0)
-        ctx.save_for_backward(d_hidden, d_weight, d_bias)
-        return total / len(hidden)
+    def forward(ctx, x, weight, bias, target):
+        loss = x.new_zeros(())
+        grad_x, grad_weight, grad_bias = torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(bias)
+        for start in range(0, len(x), CHUNK):
+            rows = slice(start, start + CHUNK)
+            logits = x[rows] @ weight.t() + bias
+            loss += F.cross_entropy(logits, target[rows], reduction="sum") / len(x)
+            slope = (logits.softmax(-1) - F.one_hot(target[rows], len(weight))) / len(x)
+            grad_x[rows] = slope @ weight
+            torch.addmm(grad_weight, slope.t(), x[rows], out=grad_weight)
+            grad_bias += slope.sum(0)
+        ctx.save_for_backward(grad_x.detach(), grad_weight.detach(), grad_bias.detach())
+        return loss
 
     @staticmethod
-    def backward(ctx, gradient):
-        return *(saved * gradient for saved in ctx.saved_tensors), None
+    def backward(ctx, slope):
+        return *(slope * saved for saved in ctx.saved_tensors), None
 
 
-class Scale(torch.autograd.Function):
-    """A product with a raw parameter, whose backward reads it again."""
-
-    @staticmethod
-    def forward(ctx, x, scale):
-        ctx.save_for_backward(x, scale)
-        return x * scale
+class SavedLinear(torch.autograd.Function):
+    """A linear layer that saves its weight, and reads it again in backward; by attribute, too."""
 
     @staticmethod
-    def backward(ctx, gradient):
-        x, scale = ctx.saved_tensors
-        return gradient * scale, (gradient * x).sum(0)
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, slope):
+        x, weight = ctx.saved_tensors
+        return (slope @ weight + slope @ ctx.weight) / 2, slope.t() @ x, slope.sum(0)
 
 
-class Classifier(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.head = nn.Linear(4, 6), nn.Linear(6, 5)
-        self.scale = nn.Parameter(torch.ones(6))
+class NumpyLinear(torch.autograd.Function):
+    """A kernel outside PyTorch."""
 
-    def hidden(self, x):
-        return Scale.apply(torch.tanh(self.first(x)), self.scale)
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return torch.from_numpy(x.detach().numpy() @ weight.detach().numpy().T + bias.detach().numpy())
 
-
-def fused(model, step, rank):
-    x = data(step, rank)
-    targets = (x.abs() * 4).long().sum(-1) % 5
-    module = getattr(model, "module", model)
-    return LinearCrossEntropy.apply(module.hidden(x), module.head.weight, module.head.bias, targets)
+    @staticmethod
+    def backward(ctx, slope):
+        x, weight = ctx.saved_tensors
+        return torch.from_numpy(slope.numpy() @ weight.numpy()), slope.t() @ x, slope.sum(0)
 
 
-def unfused(model, step, rank):
-    x = data(step, rank)
-    targets = (x.abs() * 4).long().sum(-1) % 5
-    return F.cross_entropy(model.head(model.hidden(x)), targets)
+@torch.library.custom_op("zerofunc_tests::linear", mutates_args=())
+def operator(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    assert weight.data_ptr()  # the gathered weight, as a C++ or Triton kernel needs it
+    return x @ weight.t() + bias
+
+
+operator.register_autograd(
+    lambda ctx, slope: (slope @ ctx.saved_tensors[1], slope.t() @ ctx.saved_tensors[0], slope.sum(0)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]),
+)
+
+
+def targets(x):
+    return x[:, 0].mul(5).long().abs() % 3
+
+
+def linear_cross_entropy(model, step, rank):
+    x = data(step, rank, 7, 4)
+    hidden, head = model.encode(x), model.head
+    return LinearCrossEntropy.apply(hidden, head.weight, head.bias, targets(x))
+
+
+def by(linear):
+    def loss(model, step, rank):
+        x = data(step, rank, 7, 4)
+        return F.cross_entropy(linear(model.encode(x), model.head.weight, model.head.bias), targets(x))
+
+    return loss
+
+
+def mixed(model, step, rank):
+    """The same weight, read by a Function and by the module."""
+    x = data(step, rank, 7, 4)
+    hidden, head = model.encode(x), model.head
+    weight = head.weight.t().contiguous().t()
+    return LinearCrossEntropy.apply(hidden, weight, head.bias, targets(x)) + model(x).square().mean()
+
+
+LOSSES = {
+    "chunks": linear_cross_entropy,
+    "saved": by(SavedLinear.apply),
+    "numpy": by(NumpyLinear.apply),
+    "operator": by(operator),
+    "mixed": mixed,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@STAGES
+@pytest.mark.world_size(1, 2)
+def test_a_function_that_is_given_a_weight_trains_it(stage, loss):
+    train_both(Net, LOSSES[loss], stage)
+
+
+def tied(model, step, rank):
+    tokens = torch.randint(7, (2, 4), generator=torch.Generator().manual_seed(10 * step + rank))
+    hidden = torch.tanh(model.mix(model.embedding(tokens).cumsum(1))).flatten(0, 1)
+    return LinearCrossEntropy.apply(hidden, model.head.weight, model.head.bias, tokens.flatten())
+
+
+@STAGES
+@pytest.mark.world_size(2)
+def test_a_fused_loss_and_an_embedding_share_a_weight(stage):
+    train_both(Language, tied, stage)
+
+
+@STAGES
+@pytest.mark.world_size(2)
+def test_gradients_of_a_fused_loss_add_up_and_are_scaled(stage):
+    """Accumulation: the loss's own gradients are scaled by what comes from above, as autograd's are."""
+    engine, model = engine_of(build(Net), stage, gradient_accumulation_steps=2), build(Net)
+    for micro in range(2):
+        engine.backward(3 * linear_cross_entropy(engine, micro, dist.get_rank()))
+        (1.5 * mean_over_ranks(linear_cross_entropy, model, micro)).backward()
+        if micro == 0:
+            engine.step()
+    assert_same_gradients(engine.module, model)
+
+
+def detached(model, step, rank):
+    x = data(step, rank, 7, 4)
+    return LinearCrossEntropy.apply(model.encode(x), model.head.weight.data, model.head.bias, targets(x))
 
 
 @STAGES
 @pytest.mark.world_size(1, 2)
-def test_a_fused_loss_trains_as_in_one_process(stage):
-    train_both(Classifier, fused, stage)
+def test_a_weight_that_is_given_as_data_is_a_constant(stage):
+    """As in plain PyTorch: the value is right, and the weight has no gradient of it."""
+    engine, model = train_both(Net, detached, stage)
+    engine.backward(detached(engine, 0, dist.get_rank()))
+    assert zerofunc.full_gradients(engine.module)["head.weight"] is None
+
+
+class InPlace(torch.autograd.Function):
+    """Adds the weight's gradient to a buffer by itself, as Megatron's fused accumulation does."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, slope):
+        x, weight = ctx.saved_tensors
+        ctx.weight.main_grad.addmm_(slope.t(), x)
+        return slope @ weight, None
 
 
 @STAGES
 @pytest.mark.world_size(2)
-def test_its_gradients_are_those_of_the_ordinary_loss(stage):
-    engine, model = engine_of(build(Classifier), stage), build(Classifier)
-    engine.backward(fused(engine, 0, dist.get_rank()))
-    mean_over_ranks(unfused, model, 0).backward()
-    assert_same_gradients(engine.module, model)
+def test_a_gradient_buffer_on_a_parameter_stays_the_callers(stage):
+    """What a Function puts aside on a parameter is this rank's own, in full: attributes of parameters are kept."""
+
+    def loss(model, rank):
+        return InPlace.apply(model.encode(data(0, rank)), model.head.weight).square().mean()
+
+    engine, model = engine_of(build(Net), stage), build(Net)
+    for module in (engine.module, model):
+        module.head.weight.main_grad = torch.zeros(3, 5, dtype=torch.float64)
+    engine.backward(loss(engine, dist.get_rank()))
+    loss(model, dist.get_rank()).backward()
+    torch.testing.assert_close(engine.module.head.weight.main_grad, model.head.weight.main_grad)
+
+
+def linear_kernel(weight: nn.Parameter) -> int:
+    return weight.data_ptr()
 
 
 @STAGES
 @pytest.mark.world_size(2)
-def test_a_raw_weight_may_be_read_detached_and_in_parts(stage):
-    """What a teacher's or a regulariser's code does."""
-
-    def loss(model, step, rank):
-        module = getattr(model, "module", model)
-        first, second = module.head.weight.chunk(2, dim=1)
-        frozen = module.head.weight.detach()
-        penalty = (first @ second.t()).square().sum() + (module.head.weight * frozen).sum()
-        return unfused(module, step, rank) + 0.01 * penalty
-
-    train_both(Classifier, loss, stage, steps=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.world_size(2, timeout_s=300)
-def test_a_compiled_loss_trains_at_stages_0_to_2(stage):
-    engine, model = engine_of(build(Classifier), stage), build(Classifier)
-    engine.backward(torch.compile(unfused)(engine.module, 0, dist.get_rank()))
-    mean_over_ranks(unfused, model, 0).backward()
-    assert_same_gradients(engine.module, model)
-    assert zerofunc.usage(engine.module).parameters == sum(p.numel() for p in model.parameters())
+def test_a_kernel_that_takes_an_address_works_inside_gathered(stage):
+    engine = engine_of(build(Net), stage)
+    weight = engine.module.head.weight
+    if stage == 3:
+        with pytest.raises(RuntimeError, match=r"data_ptr\(\) of parameter 'head\.weight'.*zerofunc\.gathered"):
+            linear_kernel(weight)
+    with zerofunc.gathered(engine.module):
+        assert linear_kernel(weight)

@@ -59,6 +59,39 @@ def test_four_ranks_end_one_after_the_other(stage):
     assert_same(engine, model)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.world_size(2)
+def test_a_rank_may_run_out_between_the_micro_steps_of_a_step(stage):
+    engine, model = engine_of(build(Net), stage, gradient_accumulation_steps=2), build(Net)
+    optimizer, batches = adamw(model), [batches_of(rank)[:4] for rank in range(2)]
+    joined = iter(zerofunc.join(engine, batches[dist.get_rank()]))
+    for step in range(2):
+        engine.train_batch(joined, ordinary)
+        optimizer.zero_grad()
+        for micro in (2 * step, 2 * step + 1):
+            losses = [ordinary(model, of_rank[micro]) for of_rank in batches if micro < len(of_rank)]
+            (torch.stack(losses).mean() / 2).backward()
+        optimizer.step()
+        assert_same(engine, model)
+    with pytest.raises(StopIteration):
+        engine.train_batch(joined, ordinary)
+
+
+@pytest.mark.world_size(2)
+def test_one_loop_may_train_two_engines():
+    first, second = engine_of(build(Net), 3), engine_of(build(Net, seed=1), 2)
+    for batch in zerofunc.join([first, second], batches_of(dist.get_rank())):
+        for engine in (first, second):
+            engine.zero_grad()
+            engine.backward(ordinary(engine, batch))
+    for engine, plain in ((first, build(Net)), (second, build(Net, seed=1))):
+        ordinary(plain, batches_of(0)[-1]).backward()  # the second rank has run out
+        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        torch.testing.assert_close(zerofunc.full_gradients(engine.module), expected)
+    with pytest.raises(ValueError, match="modules is empty"):
+        zerofunc.join([], [])
+
+
 @STAGES
 @pytest.mark.world_size(2)
 def test_evaluation_counts_each_batch_once(stage):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,31 +18,40 @@ _logger = logging.getLogger("zerofunc.data")
 class RankLoader(StatefulDataLoader):  # type: ignore[misc] # it has no types
     """This rank's micro-batches; every iteration is an epoch of its own, in another order where the sampler shuffles.
 
+    Sampler and dataset are told the number of the epoch by ``set_epoch``, where they have it.
+
     ``state_dict()`` taken between two batches and given to ``load_state_dict()`` of a loader made alike, on the same
     number of ranks, continues the stream as if it had not been interrupted, with workers too.
 
     Attributes:
+        reshuffles: Whether they are told; otherwise epochs have the same order unless the user tells them.
         epoch: The epoch that is running, or ran last; -1 before the first.
     """
 
     def __init__(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> None:
-        super().__init__(dataset, batch_size, **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # a call of torchdata's
+            super().__init__(dataset, batch_size, **options)
+        self.reshuffles = True
         self.epoch = -1
-        self._is_resumed = False
         self._is_finished = False
+        self._resumed: dict[str, Any] | None = None  # a state in the middle of an epoch, until it is iterated
 
     def __iter__(self) -> Iterator[Any]:
         """One epoch, or the rest of one that is resumed."""
-        if not self._is_resumed:
+        if self._resumed is None:
             self.epoch += 1
-        self._is_resumed = self._is_finished = False
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(self.epoch)
+        self._resumed, self._is_finished = None, False
+        if self.reshuffles:
+            _set_epoch(self.sampler, self.epoch)
+            _set_epoch(self.dataset, self.epoch)
         yield from super().__iter__()
         self._is_finished = True
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands: to be saved on every rank."""
+        if self._resumed is not None:
+            return self._resumed
         state = {"epoch": self.epoch, "is_finished": self._is_finished, "loader": {}}
         if self.epoch >= 0 and not self._is_finished:
             state["loader"] = super().state_dict()
@@ -49,7 +61,7 @@ class RankLoader(StatefulDataLoader):  # type: ignore[misc] # it has no types
         """Continue with the next iteration where a stream stood."""
         self.epoch = state_dict["epoch"]
         self._is_finished = state_dict["is_finished"]
-        self._is_resumed = self.epoch >= 0 and not self._is_finished
+        self._resumed = state_dict if state_dict["loader"] else None
         super().load_state_dict(state_dict["loader"])
 
 
@@ -90,26 +102,57 @@ class _Slice(IterableDataset[Any]):
         self.dataset = dataset
         self.num_ranks = num_ranks
         self.rank = rank
-        self.skipped = rank  # samples of other ranks before the next one of this rank
 
     def __iter__(self) -> Iterator[Any]:
-        samples, skipped, self.skipped = iter(self.dataset), self.skipped, self.rank
-        for index, sample in enumerate(samples):
-            if index % self.num_ranks == skipped:
-                yield sample
+        return itertools.islice(self.dataset, self.rank, None, self.num_ranks)
+
+    def __len__(self) -> int:
+        """Number of samples of this rank, where the stream knows its own."""
+        return len(range(self.rank, len(self.dataset), self.num_ranks))  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream which epoch begins, if it asks."""
+        _set_epoch(self.dataset, epoch)
 
 
 class _StatefulSlice(_Slice):
     """A slice of a stream that can say where it stands."""
 
+    def __init__(self, dataset: IterableDataset[Any], num_ranks: int, rank: int) -> None:
+        super().__init__(dataset, num_ranks, rank)
+        self._skipped = self._first_skipped = rank  # samples of other ranks before the next one of this rank
+        self._is_ended = self._is_first_ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of what was loaded, once, even if it is never read; then the stream from its start."""
+        self._skipped, self._first_skipped = self._first_skipped, self.rank
+        self._is_ended, self._is_first_ended = self._is_first_ended, False
+        return iter(()) if self._is_ended else self._rest()
+
+    def _rest(self) -> Iterator[Any]:
+        for sample in self.dataset:
+            if self._skipped:
+                self._skipped -= 1
+            else:
+                self._skipped = self.num_ranks - 1
+                yield sample
+        self._is_ended = True
+
     def state_dict(self) -> dict[str, Any]:
-        """The stream's own state, taken after a sample of this rank."""
-        return {"dataset": self.dataset.state_dict()}  # type: ignore[attr-defined]
+        """The stream's own state, and which of its samples is this rank's next one."""
+        stream = self.dataset.state_dict()  # type: ignore[attr-defined]
+        return {"stream": stream, "skipped": self._skipped, "is_ended": self._is_ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after a sample of this rank."""
-        self.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
-        self.skipped = self.num_ranks - 1
+        """Stand there when iterated next. A stream that had ended need not know that itself."""
+        self._first_skipped, self._is_first_ended = state["skipped"], state["is_ended"]
+        if not self._is_first_ended:
+            self.dataset.load_state_dict(state["stream"])  # type: ignore[attr-defined]
+
+
+def _set_epoch(source: object, epoch: int) -> None:
+    if hasattr(source, "set_epoch"):
+        source.set_epoch(epoch)
 
 
 def rank_loader(
@@ -127,10 +170,10 @@ def rank_loader(
 ) -> RankLoader:
     """The loader of one rank. Local.
 
-    A dataset with a length is shuffled and dealt out by torch's DistributedSampler, which repeats a few samples (or
-    leaves some out, with ``drop_last``) so that every rank has equally many. Of an iterable dataset each rank takes
-    every n-th sample, unless the dataset has an attribute ``splits_by_rank`` that is true; ranks may then end unevenly,
-    see :func:`zerofunc.join`.
+    A dataset with a length is shuffled and dealt out by torch's DistributedSampler, which repeats a few samples so that
+    every rank has equally many. Of an iterable dataset each rank takes every n-th sample, unless the dataset has an
+    attribute ``splits_by_rank`` that is true; ranks may then end unevenly, see :func:`zerofunc.join`. As in PyTorch,
+    an iterable dataset splits itself between the processes that load (``torch.utils.data.get_worker_info``).
 
     Args:
         dataset: Any dataset. An iterable one with ``state_dict`` and ``load_state_dict`` is resumed by these, others
@@ -152,12 +195,13 @@ def rank_loader(
         dataset = _sliced(dataset, num_ranks, rank)
     else:
         size = len(dataset)  # type: ignore[arg-type]
-        if size == 0 or (drop_last and sampler is None and size // num_ranks < batch_size):
+        if size == 0 or (drop_last and sampler is None and math.ceil(size / num_ranks) < batch_size):
             raise ValueError(
                 f"training_data has {size} samples; expected at least one micro-batch of {batch_size} on each of "
                 f"{num_ranks} ranks"
             )
-        sampler = sampler or DistributedSampler(dataset, num_ranks, rank, shuffle=shuffle, drop_last=drop_last)
+        if sampler is None:
+            sampler = DistributedSampler(dataset, num_ranks, rank, shuffle=shuffle)
     return RankLoader(
         dataset, batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last, num_workers=num_workers,
         pin_memory=pin_memory,
@@ -165,11 +209,11 @@ def rank_loader(
 
 
 def _sliced(dataset: IterableDataset[Any], num_ranks: int, rank: int) -> IterableDataset[Any]:
-    if num_ranks == 1 or getattr(dataset, "splits_by_rank", False):
-        return dataset
-    if rank == 0:
+    if getattr(dataset, "splits_by_rank", False):
+        num_ranks, rank = 1, 0
+    elif num_ranks > 1 and rank == 0:
         _logger.warning(
-            "%s is iterable: each of %d ranks takes every %d-th sample of it. If it gives each rank its own samples "
+            "%s is iterable: each of %d ranks takes one sample of it in %d. If it gives each rank its own samples "
             "already, set its attribute splits_by_rank to True.",
             type(dataset).__name__, num_ranks, num_ranks,
         )  # fmt: skip

@@ -171,7 +171,7 @@ class PagedTensor(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Collective unless resident. A NumPy copy."""
-        if self.requires_grad and not force:
+        if self.requires_grad and torch.is_grad_enabled() and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         return self.full().cpu().numpy()
 

@@ -254,6 +254,10 @@ class Pager:
             self._drop(page)
         self.pool.clear()
 
+    def is_persistent(self, page: Page) -> bool:
+        """Whether the page, once gathered, is never evicted."""
+        return page in self._persistent
+
     def is_pinned(self, page: Page) -> bool:
         """Whether the page is held resident by a ``gathered`` context."""
         return page in self._pinned

@@ -1,0 +1,109 @@
+"""``initialize`` with DeepSpeed's signature and defaults."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from zerofunc import initialization
+from zerofunc.compat.deepspeed.launch import init_distributed
+from zerofunc.compat.deepspeed.leaf_modules import leaf_names
+from zerofunc.compat.deepspeed.optimizer_views import with_loss_scale
+from zerofunc.compat.deepspeed.parameter_views import with_views
+from zerofunc.config import ConfigError
+from zerofunc.config.reading import read_config
+from zerofunc.engine import Engine
+from zerofunc.launch import DEFAULT_MASTER_PORT
+
+__all__ = ["initialize"]
+
+ConfigSource = str | os.PathLike[str] | dict[str, Any]
+DEFAULTS = {"gradient_clipping": 1.0}
+"""What DeepSpeed takes for absent keys, where zerofunc takes something else."""
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
+    distributed_port: int = DEFAULT_MASTER_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: ConfigSource | None = None,
+    mesh_param: Any = None,
+    config_params: ConfigSource | None = None,
+) -> tuple[Engine, Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
+    """Collective. :func:`zerofunc.initialize` with the arguments in DeepSpeed's order and its defaults.
+
+    Absent ``gradient_clipping`` is 1.0, which the log says. Epochs of the loader have the same order unless the script
+    calls ``loader.data_sampler.set_epoch``. Modules marked by ``utils.set_z3_leaf_modules`` are kept whole. At stage 3
+    parameters have the ``ds_*`` views, and the optimizer has ``loss_scale`` and the like.
+
+    Args:
+        args: A namespace with ``deepspeed_config``, where neither ``config`` nor ``config_params`` is given.
+        model: As there.
+        optimizer: As there.
+        model_parameters: As there.
+        training_data: As there.
+        lr_scheduler: As there.
+        distributed_port: Where rank 0 is met, if MASTER_PORT does not say.
+        mpu: Must be None: there is no model parallelism.
+        dist_init_required: False: torch.distributed must be started already.
+        collate_fn: As there.
+        config: As there.
+        mesh_param: Must be None: there is no sequence parallelism.
+        config_params: Another name of ``config``.
+
+    Raises:
+        ConfigError: If there is no config or several, or it cannot be honoured.
+        ValueError: If the model or an argument cannot be used.
+    """
+    if mesh_param is not None:
+        raise ValueError("mesh_param is given, but there is no sequence parallelism: all ranks are data-parallel")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
+    given = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            f"expected one configuration in config, config_params or args.deepspeed_config, found {len(given)}"
+        )
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    engine, made, loader, schedule = initialization.initialize(
+        model,
+        _with_leaves(given[0], model),
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        collate_fn,
+        dist_init_required=dist_init_required,
+        mpu=mpu,
+        defaults=DEFAULTS,
+    )
+    if loader is not None:
+        loader.reshuffles = False  # the script may call loader.data_sampler.set_epoch
+        loader.data_sampler = loader.sampler
+    with_views(model)
+    if made is not None:
+        with_loss_scale(made, engine)
+    return engine, made, loader, schedule
+
+
+def _with_leaves(config: ConfigSource, model: nn.Module) -> ConfigSource:
+    """The configuration, in which modules marked as leaves are kept whole."""
+    names = leaf_names(model)
+    if not names:
+        return config
+    values = read_config(config).values
+    ours = values.get("zerofunc") or {}
+    return {**values, "zerofunc": {**ours, "unsplit": [*ours.get("unsplit", ()), *names]}}

@@ -1,0 +1,100 @@
+"""Leaf modules: those whose parameters are fetched together, such as a mixture-of-experts block.
+
+Ranks may then use different experts. A mark on a module is read by ``initialize``, which keeps the module on one page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+__all__ = [
+    "get_z3_leaf_modules",
+    "leaf_names",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+]
+
+_MARK = "_z3_leaf"
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether a module is marked as a leaf."""
+    return bool(model.__dict__.get(_MARK, False))
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules in ``model`` that are marked."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark one module, or take the mark away."""
+    model.__dict__[_MARK] = flag
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """The modules of these classes (or names of classes), marked. Call it before ``initialize``."""
+    return _marked(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """The modules of these classes, without mark."""
+    return _marked(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, leaf_module_names: Iterable[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """The modules of these names, marked, and the names that no module has."""
+    return _marked_by(model, leaf_module_names, str.__eq__, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, leaf_module_suffixes: Iterable[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """The modules whose names end so, marked, and the suffixes that no name has."""
+    return _marked_by(model, leaf_module_suffixes, str.endswith, raise_if_not_found)
+
+
+def leaf_names(model: nn.Module) -> list[str]:
+    """Names of the marked modules, the model itself apart."""
+    return [name for name, module in model.named_modules() if name and z3_leaf_module(module)]
+
+
+def _marked(
+    model: nn.Module, classes: Iterable[type[nn.Module] | str], flag: bool, must_exist: bool
+) -> list[nn.Module]:
+    wanted = set(classes)
+    found = [module for module in model.modules() if not wanted.isdisjoint(_names_of(type(module)))]
+    if must_exist and not found:
+        raise ValueError(f"leaf_module_classes: {type(model).__name__} has no module of {wanted}")
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found
+
+
+def _names_of(kind: type) -> set[type | str]:
+    return {kind, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+
+
+def _marked_by(
+    model: nn.Module, wanted: Iterable[str], fits: Callable[[str, str], bool], must_exist: bool
+) -> tuple[list[nn.Module], list[str]]:
+    wanted, modules = list(wanted), dict(model.named_modules())
+    found = [module for name, module in modules.items() if any(fits(name, one) for one in wanted)]
+    missing = [one for one in wanted if not any(fits(name, one) for name in modules)]
+    if must_exist and missing:
+        raise ValueError(f"{type(model).__name__} has no module named so: {', '.join(missing)}")
+    for module in found:
+        set_z3_leaf_module(module, True)
+    return found, missing

@@ -1,0 +1,5 @@
+"""``deepspeed.runtime.engine``."""
+
+from zerofunc.engine import Engine as DeepSpeedEngine
+
+__all__ = ["DeepSpeedEngine"]

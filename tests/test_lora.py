@@ -1,4 +1,4 @@
-"""PEFT: adapters of low rank on a frozen base, which costs no gradient, no optimizer state and no traffic for gradients."""
+"""PEFT: adapters of low rank on a frozen base, which costs no gradient, no optimizer state and no traffic."""
 
 import pytest
 import torch

@@ -135,7 +135,7 @@ class Axis:
         return DivergenceError(
             f"rank {self.rank} of {self.size} waited at {label}, and another rank did not come within "
             f"{self.timeout_s:g} s or has ended ({str(error).splitlines()[0][:200]}). If it ran out of batches, loop "
-            "over zerofunc.join(engine, loader)."
+            "over zerofunc.join(engine, loader); if it took another branch, run that inside zerofunc.gathered(module)."
         )
 
     def _labels(self, label: str) -> list[str]:

@@ -60,6 +60,7 @@ class PageLayout:
         key: The key that all of them share.
         numel: Elements in use, without padding.
         num_shards: Number of ranks that the page is split over.
+        unsplit: Name of the unsplit module that it belongs to.
     """
 
     index: int
@@ -67,6 +68,7 @@ class PageLayout:
     key: Any
     numel: int
     num_shards: int
+    unsplit: str | None = None
 
     @property
     def shard_numel(self) -> int:
@@ -104,7 +106,7 @@ def build_pages(parameters: Iterable[ParameterSpec], num_shards: int, page_numel
     Returns:
         The pages, ordered by their first parameter.
     """
-    groups: list[tuple[Any, list[ParameterSpec]]] = []
+    groups: list[list[ParameterSpec]] = []
     open_page: dict[Hashable, list[ParameterSpec]] = {}
     filled: dict[Hashable, int] = {}
     for spec in parameters:
@@ -112,15 +114,15 @@ def build_pages(parameters: Iterable[ParameterSpec], num_shards: int, page_numel
         numel = spec.shape.numel()
         if key not in open_page or (spec.unsplit is None and filled[key] + numel > page_numel):
             open_page[key], filled[key] = [], 0
-            groups.append((spec.key, open_page[key]))
+            groups.append(open_page[key])
         open_page[key].append(spec)
         filled[key] += numel
-    return tuple(_page(index, key, specs, num_shards) for index, (key, specs) in enumerate(groups))
+    return tuple(_page(index, specs, num_shards) for index, specs in enumerate(groups))
 
 
-def _page(index: int, key: Any, specs: list[ParameterSpec], num_shards: int) -> PageLayout:
+def _page(index: int, specs: list[ParameterSpec], num_shards: int) -> PageLayout:
     slots, offset = [], 0
     for spec in specs:
         slots.append(Slot(spec.name, spec.shape, offset))
         offset += spec.shape.numel()
-    return PageLayout(index, tuple(slots), key, offset, num_shards)
+    return PageLayout(index, tuple(slots), specs[0].key, offset, num_shards, specs[0].unsplit)

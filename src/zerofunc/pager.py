@@ -46,6 +46,8 @@ class Page:
         full: The full parameters, 1-D [layout.padded_numel], where they are kept (stages 0 to 2).
         seen: For each slot, the last versions of (shard, parameter) that were noted.
         label: What error messages call the page.
+        unit: The pages of an unsplit module that has several (frozen and trained, of two data types), this one
+            included. A rank that reads one gathers all: ranks may use different parts of the module.
     """
 
     layout: PageLayout
@@ -57,6 +59,7 @@ class Page:
     seen: list[tuple[int, int]] = field(default_factory=list)
     noted: int = 0
     label: str = ""
+    unit: list[Page] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Page:
         """A page of its own with equal values (stage 3)."""
@@ -168,10 +171,17 @@ class Pager:
         limits = self.persistence_bytes, self.prefetch, self.persistence_limit_bytes
         return Pager(self.axes, self.resident_bytes, *limits)
 
-    def choose_persistent(self, pages: Iterable[Page]) -> None:
-        """Local. Say which pages are a module's own: the small ones, first ones first, will not be evicted."""
+    def adopt(self, pages: Iterable[Page]) -> None:
+        """Local. Say which pages are a module's own.
+
+        The small ones, first ones first, will not be evicted; those of one unsplit module are gathered together.
+        """
         held = 0
+        units: dict[str, list[Page]] = {}
         for page in pages:
+            if page.layout.unsplit is not None:
+                page.unit = units.setdefault(page.layout.unsplit, [])
+                page.unit.append(page)
             if page.gathered_bytes <= min(self.persistence_bytes, self.persistence_limit_bytes - held):
                 held += page.gathered_bytes
                 self._persistent.add(page)
@@ -191,21 +201,32 @@ class Pager:
         if page.is_its_own_copy:
             return page.master
         resident = self._resident.get(page)
-        if resident is None or resident.version != version:
+        if resident is None or resident.version != version or (page.unit and not self.is_resident(page)):
             with below_transforms():
-                resident = self._gather(page)
-        if self._recent[1] is not page and page not in self._pinned:  # ranks may read pinned pages in any order
-            self._resident.move_to_end(page)
+                self._gather(page)
+            resident = self._resident[page]
+        first = page.unit[0] if page.unit else page
+        if self._recent[1] is not first and page not in self._pinned:  # ranks may read pinned pages in any order
+            for member in self._unit(page):
+                if member in self._resident:
+                    self._resident.move_to_end(member)
             if page.shards:  # a page of given values is not read again in the next step
-                self._turn_to(page)
+                self._turn_to(first)
         resident.work.wait()
         resident.work = Done()
         return resident.buffer
 
     def is_resident(self, page: Page) -> bool:
         """Whether reading the page needs no communication."""
+        return all([self._is_valid(member) for member in self._unit(page)])
+
+    def _is_valid(self, page: Page) -> bool:
         resident = self._resident.get(page)
         return page.is_its_own_copy or (resident is not None and resident.version == page.versions())
+
+    def _unit(self, page: Page) -> list[Page]:
+        """The pages that are gathered when this one is read; a pinned page must need no other."""
+        return page.unit if page.unit and page not in self._pinned else [page]
 
     def wrote(self, page: Page, buffer: torch.Tensor, same_on_all_ranks: bool) -> None:
         """Tell that ``buffer`` and this rank's shard were changed alike; otherwise the copy is gathered anew."""
@@ -271,12 +292,16 @@ class Pager:
                 "activations with new weights. Call backward before changing the shards."
             )
 
-    def _gather(self, page: Page) -> _Resident:
-        self._drop(page)
-        self._make_room(page.gathered_bytes)
-        buffer = self.pool.take(page.layout.padded_numel, page.dtype, page.device)
-        self._resident[page] = _Resident(buffer, page.versions(), self._start_gather(page, buffer))
-        return self._resident[page]
+    def _gather(self, page: Page) -> None:
+        """Collective. Start to gather what is not resident of the page's unit."""
+        unit = self._unit(page)
+        missing = [member for member in unit if not self._is_valid(member)]
+        for member in missing:
+            self._drop(member)
+        self._make_room(sum(member.gathered_bytes for member in missing), keep=unit)
+        for member in missing:
+            buffer = self.pool.take(member.layout.padded_numel, member.dtype, member.device)
+            self._resident[member] = _Resident(buffer, member.versions(), self._start_gather(member, buffer))
 
     def _start_gather(self, page: Page, buffer: torch.Tensor) -> Work:
         mine, label = page.master.to(page.device, page.dtype), f"gather of {page.label}"
@@ -296,12 +321,13 @@ class Pager:
         if resident is not None:
             resident.work.wait()  # its buffer is being written to
 
-    def _make_room(self, wanted: int) -> None:
+    def _make_room(self, wanted: int, keep: Iterable[Page] = ()) -> None:
+        spared = {*keep, *self._pinned, *self._persistent}
         held = sum(page.gathered_bytes for page in self._resident)
         for page in list(self._resident):
             if held + wanted <= self.resident_bytes:
                 return
-            if page not in self._pinned and page not in self._persistent:
+            if page not in spared:
                 held -= page.gathered_bytes
                 self._drop(page)
 
@@ -320,6 +346,7 @@ class Pager:
         following, is_sure = self._successor.get((last, page), (page, False))
         if not is_sure or self.is_resident(following):
             return
-        if page.gathered_bytes + following.gathered_bytes <= self.resident_bytes:
+        wanted = [*self._unit(page), *self._unit(following)]
+        if sum(member.gathered_bytes for member in wanted) <= self.resident_bytes:
             with below_transforms():
                 self._gather(following)

@@ -71,7 +71,7 @@ class Sharding:
         self.axes = axes
         self.pages = pages
         self.pager = pager
-        pager.choose_persistent(pages)
+        pager.adopt(pages)
         self.slots = {slot.name: (page, i) for page in pages for i, slot in enumerate(page.layout.slots)}
         self.optimizer: torch.optim.Optimizer | None = None
         differentiable = [page for page in pages if page.dtype.is_floating_point]

@@ -35,8 +35,8 @@ CONFIGS = {
         "optimizer": {"type": "Adam", "params": {"lr": 0.002, "betas": [0.5, 0.999]}},
     },
 }
-# Of DeepSpeed 0.19.8 and torch 2.13.0 on 2 ranks: at all of stages 0 to 3 (classifier), 1 to 3 (the others; at stage 0
-# it refuses the backward through two engines, and gives no gradient to read).
+# Of DeepSpeed 0.19.8 and torch 2.13.0 on 2 ranks, at all stages but one: at stage 0 it refuses the GAN's loss, which
+# goes through both engines.
 LAST_LOSSES = {"classifier": 0.15890735387802124, "gpt": 2.678347110748291, "gan": 1.3522446155548096}
 
 

@@ -1,4 +1,4 @@
-"""The examples in the README and in docs/derivatives.md run."""
+"""The examples in the README and in the docs run."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ def blocks(file):
     return re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-README, DERIVATIVES = blocks("README.md"), blocks("docs/derivatives.md")
+README, DERIVATIVES, DEEPSPEED = map(blocks, ["README.md", "docs/derivatives.md", "docs/from_deepspeed.md"])
 
 
 def network():
@@ -51,3 +51,14 @@ def test_the_examples_of_the_derivatives_page_run_one_after_the_other():
     plain = network()
     y = torch.func.functional_call(plain, {n: p.detach() for n, p in plain.named_parameters()}, (names["x"],))
     torch.testing.assert_close(names["output"], y)
+
+
+@pytest.mark.world_size(2)
+def test_the_example_for_users_of_deepspeed_trains():
+    net = network()
+    before = net[2].weight.detach().clone()
+    names = {"net": net, "batches": [(torch.randn(4, 4), torch.randn(4, 4))] * 2}
+    assert len(DEEPSPEED) == 1
+    exec(DEEPSPEED[0], names)
+    assert names["engine"].global_steps == 2
+    assert not torch.equal(before, net[2].weight.detach().clone())

@@ -14,14 +14,10 @@ ABOUT_REDUCTION = {"test_training", "test_accumulation", "test_memory", "test_tr
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Stages that run the code of another one are slow tests: 1 and 2 on one rank, and 1 where 2 is tested as well."""
+    """Stages 1 and 2 are slow tests where 3 is tested as well: on one rank, and in files that do not ask about them."""
     staged = [(item, item.callspec.params) for item in items if "stage" in getattr(item, "callspec", NONE).params]
-    with_stage_2 = {item.function for item, parameters in staged if parameters["stage"] == 2}
+    with_stage_3 = {item.function for item, parameters in staged if parameters["stage"] == 3}
     for item, parameters in staged:
-        stage, ranks = parameters["stage"], parameters.get("world_size")
-        if ranks == 1:
-            is_twin = stage in (1, 2)
-        else:
-            is_twin = stage == 1 and item.function in with_stage_2 and item.path.stem not in ABOUT_REDUCTION
-        if is_twin:
+        is_elsewhere = item.function in with_stage_3 and item.path.stem not in ABOUT_REDUCTION
+        if parameters["stage"] in (1, 2) and (parameters.get("world_size") == 1 or is_elsewhere):
             item.add_marker(pytest.mark.slow)

@@ -30,7 +30,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import zerofunc
-from zerofunc.collectives import join_processes
 
 try:
     import matplotlib
@@ -100,7 +99,7 @@ def trained(stage: int, seed: int, train: Data) -> nn.Module:
     """Collective. A classifier, trained on all ranks' digits."""
     model = zerofunc.shard(classifier(seed), stage, page_bytes=8 << 10, resident_bytes=8 << 10)
     optimizer = torch.optim.Adam(zerofunc.shards(model).values(), lr=RATE)
-    ranks, rank = join_processes(), int(os.environ.get("RANK", "0"))
+    ranks, rank = zerofunc.init_distributed(start_alone=False), int(os.environ.get("RANK", "0"))
     x, y = train[0][rank::ranks], train[1][rank::ranks]
     for _ in range(TRAINING_STEPS):
         (F.cross_entropy(model(x), y, reduction="sum") * ranks / len(train[0])).backward()
@@ -111,7 +110,7 @@ def trained(stage: int, seed: int, train: Data) -> nn.Module:
 
 def features(model: nn.Module, data: Data, projector: zerofunc.Projector) -> Tensor:
     """Collective. Projected gradients of the margins, [n, projector.dim]; each rank does its share."""
-    ranks, rank = join_processes(), int(os.environ.get("RANK", "0"))
+    ranks, rank = zerofunc.init_distributed(start_alone=False), int(os.environ.get("RANK", "0"))
     mine = (data[0][rank::ranks], data[1][rank::ranks])
     return interleaved(
         zerofunc.per_sample_projections(margin_of_one, model, mine, projector, chunk_size=256), len(data[0])
@@ -162,7 +161,7 @@ def rank_correlation(a: Tensor, b: Tensor) -> Tensor:
 
 def datamodeling_score(scores: Tensor, train: Data, test: Data, num_halves: int, seed: int) -> float:
     """Collective. How well sums of attributions foretell the margins after training on half of the digits."""
-    ranks, rank = join_processes(), int(os.environ.get("RANK", "0"))
+    ranks, rank = zerofunc.init_distributed(start_alone=False), int(os.environ.get("RANK", "0"))
     draw = torch.rand(num_halves, len(train[0]), generator=torch.Generator().manual_seed(seed))
     halves = (draw < draw.median(1, keepdim=True).values).float()
     seeds = range(1000 + seed, 1000 + seed + num_halves)
@@ -198,7 +197,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of weights, projections and halves.")] = 0,
 ) -> None:
     """Attribute what classifiers say of 8x8 digits to training digits; start it with torchrun for several ranks."""
-    ranks, rank = join_processes(), int(os.environ.get("RANK", "0"))
+    ranks, rank = zerofunc.init_distributed(start_alone=False), int(os.environ.get("RANK", "0"))
     console, (train, test) = Console(quiet=rank != 0), read_digits()
     total = torch.zeros(len(test[0]), len(train[0]), dtype=torch.float64)
     for index in range(networks):

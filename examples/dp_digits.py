@@ -28,7 +28,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import zerofunc
-from zerofunc.collectives import join_processes
 
 try:
     import matplotlib
@@ -98,7 +97,7 @@ def accuracy(model: nn.Module, digits: Digits) -> float:
 def train(stage: int, steps: int, noise: float, max_norm: float, seed: int, digits: Digits) -> Iterator[Point]:
     """Collective. Train with noise of this many times ``max_norm``, and tell now and then how it goes."""
     torch.manual_seed(seed)
-    ranks, rank = join_processes(), int(os.environ.get("RANK", "0"))
+    ranks, rank = zerofunc.init_distributed(start_alone=False), int(os.environ.get("RANK", "0"))
     model = zerofunc.shard(classifier(), stage, page_bytes=8 << 10, resident_bytes=8 << 10)
     shards = zerofunc.shards(model)
     optimizer = torch.optim.Adam(shards.values(), lr=0.01)
@@ -141,7 +140,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and noise.")] = 0,
 ) -> None:
     """Train classifiers of 8x8 digits within several privacy budgets; start it with torchrun for several ranks."""
-    ranks, rank = join_processes(), int(os.environ.get("RANK", "0"))
+    ranks, rank = zerofunc.init_distributed(start_alone=False), int(os.environ.get("RANK", "0"))
     console, digits = Console(quiet=rank != 0), read_digits()
     table = Table("", "noise", "epsilon spent", "accuracy", title=f"DP-SGD on digits: stage {stage}, {ranks} rank(s)")
     curves: dict[str, list[Point]] = {}

@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zerofunc
 from reference import (
@@ -78,6 +81,40 @@ def test_frozen_pages_are_not_reduced(stage):
     engine.module.first.requires_grad_(False)
     engine.module.middle.requires_grad_(False)
     assert 0 < moved() < 0.5 * whole
+
+
+@STAGES
+@pytest.mark.world_size(2)
+def test_a_layer_is_frozen_between_micro_batches(stage):
+    """What it has gathered until then counts, as in plain PyTorch."""
+    engine, model = engine_of(build(Net), stage, gradient_accumulation_steps=3), build(Net)
+    optimizer = adamw(model)
+    for micro, frozen in enumerate([[], ["first", "head"], ["head"], [], [], []]):
+        for module in (engine.module, model):
+            for name, child in module.named_children():
+                child.requires_grad_(name not in frozen)
+        engine.backward(fit(engine, micro, dist.get_rank()))
+        engine.step()
+        (mean_over_ranks(fit, model, micro) / 3).backward()
+        if micro % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            assert_same(engine, model)
+
+
+@STAGES
+@pytest.mark.world_size(2)
+def test_gradients_of_a_frozen_layer_are_zeroed_too(stage):
+    engine, model = engine_of(build(Net), stage), build(Net)
+    optimizer = adamw(model)
+    engine.backward(fit(engine, 0, dist.get_rank()))
+    engine.module.first.requires_grad_(False)
+    engine.zero_grad()
+    engine.module.first.requires_grad_(True)
+    engine.backward(fit(engine, 1, dist.get_rank()))
+    engine.step()
+    step_reference(model, optimizer, fit, 1)
+    assert_same(engine, model)
 
 
 # ---- averaged, initialised, copied ----------------------------------------------------------------------------------
@@ -171,6 +208,75 @@ def test_embeddings_are_resized_before_the_engine_is_made(stage):
         assert_same(engine, model)
 
 
+@pytest.mark.slow
+@STAGES
+@pytest.mark.world_size(2)
+def test_averages_of_libraries(stage):
+    """torch.optim.swa_utils, in one operator for all parameters, and EMAModel of diffusers, swapped in and out."""
+    from diffusers.training_utils import EMAModel
+
+    engine, model = engine_of(build(Net), stage), build(Net)
+    averages = [AveragedModel(one, multi_avg_fn=get_ema_multi_avg_fn(0.75)) for one in (engine.module, model)]
+    others = [EMAModel(one.parameters(), decay=0.75) for one in (engine.module, model)]
+    optimizer = adamw(model)
+    for step in range(2):
+        engine.backward(fit(engine, step, dist.get_rank()))
+        engine.step()
+        step_reference(model, optimizer, fit, step)
+        for average, other, one in zip(averages, others, (engine.module, model), strict=True):
+            average.update_parameters(one)
+            other.step(one.parameters())
+    torch.testing.assert_close(values(averages[0].module), values(averages[1].module), rtol=1e-12, atol=0)
+    for other, one in zip(others, (engine.module, model), strict=True):
+        other.store(one.parameters())
+        other.copy_to(one.parameters())
+    assert_same(engine, model)
+    torch.testing.assert_close(fit(engine, 3, 0), fit(model, 3, 0))
+    for other, one in zip(others, (engine.module, model), strict=True):
+        other.restore(one.parameters())
+    engine.backward(fit(engine, 2, dist.get_rank()))
+    engine.step()
+    step_reference(model, optimizer, fit, 2)
+    assert_same(engine, model)
+
+
+# ---- parametrized ----------------------------------------------------------------------------------------------------
+
+
+def parametrized():
+    model = Net()
+    weight_norm(model.first)
+    orthogonal(model.middle)
+    spectral_norm(model.head)
+    return model
+
+
+@STAGES
+@pytest.mark.world_size(1, 2)
+def test_parametrized_weights_train(stage):
+    engine, model = engine_of(build(parametrized), stage), build(parametrized)
+    optimizer = adamw(model)
+    for step in range(2):
+        with parametrize.cached():
+            engine.backward(fit(engine, step, dist.get_rank()))
+        engine.step()
+        optimizer.zero_grad()
+        with parametrize.cached():
+            mean_over_ranks(fit, model, step).backward()
+        optimizer.step()
+        assert_same(engine, model)
+
+
+@STAGES
+@pytest.mark.world_size(2)
+def test_a_parametrization_that_comes_after_sharding_is_noticed(stage):
+    engine = engine_of(build(Net), stage)
+    with pytest.raises(RuntimeError, match=r"first\.weight.*(sharded|replaced)"):
+        weight_norm(engine.module.first)
+        engine.backward(fit(engine, 0, dist.get_rank()))
+        engine.step()
+
+
 # ---- shared ---------------------------------------------------------------------------------------------------------
 
 
@@ -205,4 +311,3 @@ def test_the_state_dict_between_steps_is_that_of_one_process(stage):
     fresh = engine_of(build(Net, seed=3), stage)
     fresh.module.load_state_dict(state)
     torch.testing.assert_close(values(fresh.module), state, rtol=0, atol=0)
-    mean_over_ranks(fit, model, 0).backward()

@@ -72,12 +72,6 @@ class Accumulation:
             self.context = ""
             self._plan()
 
-    def reduce_owed(self) -> None:
-        """Collective. Reduce what backwards have left on the ranks."""
-        if self._reducer.owed:
-            with self._reducer.settings(True, 1.0):
-                self._reducer.finish()
-
     def need_managed(self, name: str) -> None:
         """Raise RuntimeError if the user counts micro-steps, so that ``name`` has no meaning."""
         if not self._is_managed:

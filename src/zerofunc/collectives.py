@@ -344,6 +344,10 @@ class Axes:
         """Collective. :meth:`Axis.any` over all ranks of both axes."""
         return self.replicate.any(self.shard.any(flags))
 
+    def sum(self, value: torch.Tensor, label: str) -> torch.Tensor:
+        """Collective. :meth:`Axis.sum` over all ranks of both axes."""
+        return self.replicate.sum(self.shard.sum(value, label), label)
+
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
         """Collective. Replace ``tensor`` by the one of the mesh's rank ``source``."""
         self.shard.broadcast(tensor, label, source % self.shard.size)

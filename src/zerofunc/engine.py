@@ -204,7 +204,7 @@ class Engine(Readings, nn.Module):
 
     def _update(self, optimizer: Optimizer, lr_kwargs: dict[str, Any]) -> None:
         """Collective. Reduce what is owed, clip, and let optimizer and schedule step unless the gradient overflows."""
-        self._accumulation.reduce_owed()
+        self._reducer.reduce_owed()
         self._step_applied = self._clip()
         if self._step_applied:
             optimizer.step()
@@ -258,7 +258,7 @@ class Engine(Readings, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Local. Forget all gradients, those not reduced yet included."""
         self._reducer.discard()
-        for part in shards(self.module).values():
+        for part in shards(self.module, frozen=True).values():
             part.grad = None if set_to_none or part.grad is None else torch.zeros_like(part)
 
     # -- accumulation ---------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class Engine(Readings, nn.Module):
         self._accumulation.need_managed("coalesce_grad_reduction")
         with self._accumulation.held_back("coalesce_grad_reduction"):
             yield
-        self._accumulation.reduce_owed()
+        self._reducer.reduce_owed()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Local, the same on all ranks. Change the samples per step by changing the number of micro-steps.

@@ -81,7 +81,7 @@ def initialize(
         ConfigError: If the config contradicts itself or cannot be honoured.
         ValueError: If the model or an argument cannot be used.
     """
-    given = _one_config(config, config_params, args)
+    given = one_config(config, config_params, args)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
     if mpu is not None:
@@ -106,7 +106,7 @@ def initialize(
     return Engine(model, resolved, made, schedule, loader), made, loader, schedule
 
 
-def _one_config(config: Any, config_params: Any, args: Any) -> Any:
+def one_config(config: Any, config_params: Any, args: Any) -> Any:
     """The configuration, from the one place that gives it."""
     named = getattr(args, "deepspeed_config", None)
     given = [value for value in (config, config_params, named) if value is not None]
@@ -181,15 +181,19 @@ def _leaf_modules(model: nn.Module, leaves: LeafModuleConfig) -> list[str]:
     """Names of the outermost modules that the configuration wants whole: by name, end of name, or class."""
     found: list[str] = []
     for name, module in model.named_modules():
-        kind = type(module)
         is_leaf = (
             name in leaves.names
             or any(name.endswith(suffix) for suffix in leaves.name_suffixes)
-            or not {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}.isdisjoint(leaves.classes)
+            or not class_names(type(module)).isdisjoint(leaves.classes)
         )
         if is_leaf and not any(name.startswith(f"{outer}.") for outer in found):
             found.append(name)
     return found
+
+
+def class_names(kind: type) -> set[str]:
+    """What a configuration may call a class: its name, alone or with its module."""
+    return {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
 
 
 def _scheduler(

@@ -59,7 +59,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     Gradients that wait for the accumulation boundary (stages 0 and 1) are reduced for it now.
     """
     sharding, name = _place(param)
-    _reduce_owed(sharding)
+    sharding.reducer.reduce_owed()
     gradient = sharding.shard(name).grad
     return None if gradient is None else _full(sharding, name, gradient)
 
@@ -91,7 +91,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Collective. Replace the accumulated gradient by ``value``, the same on all ranks, of the parameter's shape."""
     sharding, name = _place(param)
     part = _part(sharding, name, value)
-    _reduce_owed(sharding)
+    sharding.reducer.reduce_owed()
     _set_gradient(sharding.shard(name), part)
 
 
@@ -202,13 +202,6 @@ def _set_gradient(shard: torch.Tensor, value: torch.Tensor) -> None:
     if not shard.requires_grad:
         raise ValueError("param does not require a gradient, so that a gradient would go nowhere")
     shard.grad = value.detach().to(shard, copy=True)
-
-
-def _reduce_owed(sharding: Sharding) -> None:
-    """Collective where a backward has left its gradient on the ranks. Reduce it; later ones add to it."""
-    if sharding.reducer.owed:
-        with sharding.reducer.settings(True, 1.0):
-            sharding.reducer.finish()
 
 
 def _entry(sharding: Sharding, name: str, key: str) -> Any:

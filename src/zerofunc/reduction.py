@@ -225,6 +225,12 @@ class Reducer:
         self.owed = not self.sync
         self.finished += 1
 
+    def reduce_owed(self) -> None:
+        """Collective where a backward has left its gradient on the ranks. Reduce it; later ones add to it."""
+        if self.owed:
+            with self.settings(True, 1.0):
+                self.finish()
+
     def _average(self, backward: _Backward) -> None:
         while backward.turn >= 0:  # before ranks agree: another one may wait for these pages inside its backward
             self._reduce_next(backward)

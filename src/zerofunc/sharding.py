@@ -303,6 +303,7 @@ def shard(
                     give_values()
                 torch.autograd.graph.increment_version(list(inner.parameters(recurse=False)))  # if written by .data
         sharding.refresh()
+    sharding.check_intact()  # which notes where parameters are, before anyone can replace one
     module.register_forward_pre_hook(_before_forward)
     select_kernels(module, second_order)
     _watch_optimizers()

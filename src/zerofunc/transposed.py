@@ -165,8 +165,7 @@ class Mean(Function):
         with below_transforms():
             sharding.axes.agree(f"{label}{_over(tuple(value.shape))}")
             value = value.clone(memory_format=torch.contiguous_format)
-            total = sharding.axes.replicate.sum(sharding.axes.shard.sum(value, label), label)
-            return total.div_(sharding.axes.num_ranks)
+            return sharding.axes.sum(value, label).div_(sharding.axes.num_ranks)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

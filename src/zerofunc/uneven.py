@@ -81,10 +81,8 @@ class Join:
         """Collective. On how many ranks each flag is set."""
         axes = self._shardings[0].axes
         axes.agree("batches of zerofunc.join")
-        counts = torch.tensor(flags, dtype=torch.int64)
-        for axis in (axes.shard, axes.replicate):
-            axis.sum(counts, "batches of zerofunc.join")
-        return [int(count) for count in counts]
+        counts: list[int] = axes.sum(torch.tensor(flags, dtype=torch.int64), "batches of zerofunc.join").tolist()
+        return counts
 
 
 def join(modules: nn.Module | Sequence[nn.Module], batches: Iterable[Any], over_all: bool = False) -> Join:

@@ -16,7 +16,6 @@ from zerofunc.compat.deepspeed.launch import init_distributed
 from zerofunc.compat.deepspeed.leaf_modules import leaf_names
 from zerofunc.compat.deepspeed.optimizer_views import with_loss_scale
 from zerofunc.compat.deepspeed.parameter_views import with_views
-from zerofunc.config import ConfigError
 from zerofunc.config.reading import read_config
 from zerofunc.engine import Engine
 from zerofunc.launch import DEFAULT_MASTER_PORT
@@ -72,15 +71,11 @@ def initialize(
         raise ValueError("mesh_param is given, but there is no sequence parallelism: all ranks are data-parallel")
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
-    given = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
-    if len(given) != 1:
-        raise ConfigError(
-            f"expected one configuration in config, config_params or args.deepspeed_config, found {len(given)}"
-        )
+    given = initialization.one_config(config, config_params, args)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     engine, made, loader, schedule = initialization.initialize(
         model,
-        _with_leaves(given[0], model),
+        _with_leaves(given, model),
         optimizer,
         model_parameters,
         training_data,

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from zerofunc.initialization import class_names
+
 __all__ = [
     "get_z3_leaf_modules",
     "leaf_names",
@@ -75,16 +77,13 @@ def _marked(
     model: nn.Module, classes: Iterable[type[nn.Module] | str], flag: bool, must_exist: bool
 ) -> list[nn.Module]:
     wanted = set(classes)
-    found = [module for module in model.modules() if not wanted.isdisjoint(_names_of(type(module)))]
+    kinds = [(module, type(module)) for module in model.modules()]
+    found = [module for module, kind in kinds if not wanted.isdisjoint({kind, *class_names(kind)})]
     if must_exist and not found:
         raise ValueError(f"leaf_module_classes: {type(model).__name__} has no module of {wanted}")
     for module in found:
         set_z3_leaf_module(module, flag)
     return found
-
-
-def _names_of(kind: type) -> set[type | str]:
-    return {kind, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
 
 
 def _marked_by(

@@ -9,7 +9,7 @@ pytest_plugins = ["zerofunc.pytest_plugin"]
 
 NONE = SimpleNamespace(params={})
 # Where gradients are reduced is what tells stage 1 from stage 2: these files ask about it.
-ABOUT_REDUCTION = {"test_training", "test_accumulation", "test_memory", "test_transforms", "test_precision"}
+ABOUT_REDUCTION = {"test_training", "test_accumulation", "test_memory"}
 
 
 @pytest.hookimpl(tryfirst=True)

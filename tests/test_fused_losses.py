@@ -7,7 +7,21 @@ from torch import nn
 from torch.nn import functional as F
 
 import zerofunc
-from reference import STAGES, Language, Net, assert_same_gradients, build, data, engine_of, mean_over_ranks, train_both
+from reference import (
+    STAGES,
+    Language,
+    Net,
+    adamw,
+    assert_same,
+    assert_same_gradients,
+    build,
+    data,
+    engine_of,
+    fit,
+    mean_over_ranks,
+    step_reference,
+    train_both,
+)
 
 CHUNK = 3  # rows at a time, so that the logits are never whole
 
@@ -203,3 +217,41 @@ def test_a_kernel_that_takes_an_address_works_inside_gathered(stage):
             linear_kernel(weight)
     with zerofunc.gathered(engine.module):
         assert linear_kernel(weight)
+
+
+def compiled(part):
+    """A loss with one part compiled: all of it, the module, or what follows the module."""
+
+    def distance(y, x):
+        return (y - x[:, :3].sin()).square().mean()
+
+    def whole(model, x):
+        return distance(model(x), x)
+
+    def of_module(model, x):
+        return distance(torch.compile(model)(x), x)
+
+    def of_output(model, x):
+        return torch.compile(distance)(model(x), x)
+
+    run = {"loss": torch.compile(whole), "module": of_module, "output": of_output}[part]
+
+    def loss(model, step, rank):
+        return run(getattr(model, "module", model), data(step, rank))
+
+    return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["loss", "module", "output"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.world_size(2, timeout_s=400)
+def test_compiled_code_trains(stage, part):
+    """At stage 3 the graph is broken wherever a parameter is read."""
+    engine, model = engine_of(build(Net), stage, zerofunc={"timeout_s": 200}), build(Net)
+    optimizer, loss = adamw(model), compiled(part)
+    for step in range(2):
+        engine.backward(loss(engine, step, dist.get_rank()))
+        engine.step()
+        step_reference(model, optimizer, fit, step)
+        assert_same(engine, model)

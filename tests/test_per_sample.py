@@ -1,5 +1,7 @@
 """Per-sample gradients without holding them: norms, projections, inner products and clipped sums, at every stage."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch import nn
 
 import zerofunc
 from reference import STAGES, Language, Net, build, config, data
+from zerofunc.per_sample.convolution import Convolution, Geometry
 from zerofunc.per_sample.functions import (
     clipped_grad,
     per_sample_dots,
@@ -15,8 +18,9 @@ from zerofunc.per_sample.functions import (
     per_sample_projections,
 )
 from zerofunc.per_sample.ghost import Embedding, Linear
+from zerofunc.per_sample.group_norm import GroupNorm
 from zerofunc.per_sample.seeded import Projector, normal_part
-from zerofunc.per_sample.taps import Tap
+from zerofunc.per_sample.taps import Measure, Tap, measure_gradients
 
 
 def rank_and_size():
@@ -106,18 +110,6 @@ class Sequence(nn.Module):
         return self.head(self.narrow(torch.tanh(self.wide(self.norm(x)))))
 
 
-class Convolutions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, 4, 3, stride=2), nn.GroupNorm(2, 4)
-        self.head, self.unused = nn.Linear(4, 3), nn.Linear(3, 3)
-        self.scale = nn.Parameter(torch.ones(3))
-        self.conv.bias.requires_grad_(False)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.norm(self.conv(x[None])))[0].mean((-2, -1))) * self.scale
-
-
 class Attention(nn.Module):
     """Weights read inside a function that is opaque to rules, and recurrent ones, read at every step."""
 
@@ -201,6 +193,81 @@ def test_norms_are_exact_however_a_weight_is_used(make):
     check_norms(make, regression, batch_of(0, 4))
 
 
+def squared(model, x):
+    return model(x).square().sum()
+
+
+class Convolution1d(nn.Module):
+    """Of one sample without a batch dimension; the second has few positions and many channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv1d(2, 6, 3, stride=2, padding=1), nn.Conv1d(6, 8, 2, dilation=2, bias=False)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Convolution2d(nn.Module):
+    """Groups, every kind of padding, a frozen bias, and one layer used twice; three images in a sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=(1, 0), padding_mode="circular"),
+            nn.Tanh(),
+            nn.Conv2d(4, 4, (2, 3), padding="same", groups=4),  # the tap's, as it is padded on one side only
+            nn.Tanh(),
+            nn.Conv2d(4, 8, 3, stride=(2, 1), padding=(0, 2), dilation=(1, 2), groups=2),
+        )
+        self.twice = nn.Conv2d(8, 8, (1, 3), padding="same", dilation=(1, 2), groups=2)
+        self.last = nn.Conv2d(8, 16, (2, 3), padding="valid", groups=2)
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x):
+        return self.last(self.twice(self.twice(self.layers(torch.stack([x, x**2, x.sin()])))))
+
+
+class Convolution3d(nn.Module):
+    """With a group norm between, and a transposed one, which has no rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv3d(1, 4, 2, padding=1), nn.GroupNorm(2, 4)
+        self.second, self.third = nn.Conv3d(4, 6, (3, 2, 1)), nn.ConvTranspose3d(6, 2, 2)
+
+    def forward(self, x):
+        return self.third(self.second(torch.tanh(self.norm(self.first(x[None])))))
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize(
+    ("make", "shape"), [(Convolution1d, (2, 7)), (Convolution2d, (2, 6, 5)), (Convolution3d, (1, 3, 2, 2))]
+)
+def test_norms_of_convolutions(make, shape):
+    check_norms(make, squared, (data(1, 0, 3, *shape),))
+
+
+class GroupNorms(nn.Module):
+    """Of several inputs in a sample, not contiguous, without a bias, and with a weight that has another use."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.GroupNorm(2, 4), nn.GroupNorm(1, 4), nn.GroupNorm(4, 4)
+        self.third.register_parameter("bias", None)
+        self.scale, self.unused = nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(torch.stack([x, x**2]).mT))
+        return self.third(torch.tanh(self.second(h)) * self.second.weight[:, None]) * self.scale
+
+
+@STAGES
+@pytest.mark.world_size(1)
+def test_norms_of_group_norms(stage):
+    check_norms(GroupNorms, squared, (data(1, 0, 3, 3, 4),), sharded(GroupNorms, stage))
+
+
 @pytest.mark.parametrize("length", [1, 2, 6])
 def test_norms_of_sequences(length):
     tokens = torch.arange(4 * length).view(4, length) * 5 % 7
@@ -208,8 +275,7 @@ def test_norms_of_sequences(length):
 
 
 def test_norms_of_layers_without_a_rule():
-    check_norms(Convolutions, lambda model, x: model(x).square().sum(), (data(1, 0, 3, 1, 6, 6),))
-    check_norms(Attention, lambda model, x: model(x).square().sum(), (data(1, 0, 3, 5, 4),))
+    check_norms(Attention, squared, (data(1, 0, 3, 5, 4),))
 
 
 def input_gradient(model, x, y):
@@ -274,30 +340,28 @@ def test_frozen_and_evaluated():
 # ---- the building blocks ---------------------------------------------------------------------------------------------
 
 
-def tap_of(accumulator):
-    return lambda p: Tap.apply(p, accumulator, torch.sum)
+NOT_ONLY = torch.zeros((), dtype=torch.float64), lambda: False  # an accumulator, and another use of the weight
+X, CHANNELS, INDICES = data(4, 0, 3, 4), data(4, 0, 2, 2, 5), torch.tensor([1, 0, 1])
+FUNCTIONS = {
+    "tap": (lambda w: Tap.apply(NOT_ONLY[0], torch.sum, w)[0], lambda w: w),
+    "linear": (lambda w: Linear.apply(X, w, w[:, 0], *NOT_ONLY), lambda w: F.linear(X, w, w[:, 0])),
+    "embedding": (lambda w: Embedding.apply(INDICES, w, -1, *NOT_ONLY), lambda w: w[INDICES]),
+    "convolution": (
+        lambda w: Convolution.apply(CHANNELS, w.view(3, 2, 2), w[:, 0], Geometry([2], [1], [1], 1), *NOT_ONLY),
+        lambda w: F.conv1d(CHANNELS, w.view(3, 2, 2), w[:, 0], 2, 1),
+    ),
+    "group_norm": (
+        lambda w: GroupNorm.apply(2, 0.1, w[..., None] * X[0], w[0], w[1]),
+        lambda w: F.group_norm(w[..., None] * X[0], 2, w[0], w[1], 0.1),
+    ),
+}
 
 
-def linear_of(accumulator):
-    x = data(4, 0, 3, 4)
-    return lambda w: Linear.apply(x, w, w[:, 0], accumulator, lambda: False)
-
-
-def embedding_of(accumulator):
-    indices = torch.tensor([1, 0, 1])
-    return lambda w: Embedding.apply(indices, w, -1, accumulator, lambda: False)
-
-
-@pytest.mark.parametrize("make", [tap_of, linear_of, embedding_of])
-def test_functions_have_every_derivative(make):
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_have_every_derivative(name):
     """Outside of a measurement their values and tangents are those of the operator, and the rules' gradients too."""
-    accumulator = torch.zeros((), dtype=torch.float64)
-    function, w, v = make(accumulator), data(1, 0, 3, 4), data(2, 0, 3, 4)
-    plain = {
-        tap_of: lambda w: w,
-        linear_of: lambda w: F.linear(data(4, 0, 3, 4), w, w[:, 0]),
-        embedding_of: lambda w: w[torch.tensor([1, 0, 1])],
-    }[make]
+    function, plain = FUNCTIONS[name]
+    w, v = data(1, 0, 3, 4), data(2, 0, 3, 4)
 
     def loss(f):
         return lambda w: f(w).sin().sum()
@@ -305,7 +369,7 @@ def test_functions_have_every_derivative(make):
     close(function(w), plain(w))
     close(torch.func.jvp(function, (w,), (v,)), torch.func.jvp(plain, (w,), (v,)))
     close(torch.func.vmap(function)(torch.stack([w, v])), torch.stack([plain(w), plain(v)]))
-    if make is not tap_of:  # which passes no gradient on
+    if name != "tap":  # which passes no gradient on
         close(torch.func.grad(loss(function))(w), torch.func.grad(loss(plain))(w))
         for outer in (torch.func.jvp, lambda f, p, t: torch.func.vjp(f, *p)[1](*t)):
             found = outer(torch.func.grad(loss(function)), (w,), (v,))
@@ -314,7 +378,7 @@ def test_functions_have_every_derivative(make):
 
 def test_a_tap_measures_the_gradient_of_its_parameter():
     def loss(accumulator, w, x):
-        return (Tap.apply(w, accumulator, lambda g: g.square().sum()) * x).sin().sum()
+        return (Tap.apply(accumulator, lambda g: g.square().sum(), w)[0] * x).sin().sum()
 
     w, x = data(1, 0, 4), data(2, 0, 3, 4)
     zero = torch.zeros((), dtype=torch.float64)
@@ -544,3 +608,47 @@ def test_no_per_sample_gradient_is_formed_by_rules():
     with Largest() as largest:
         per_sample_grad_norms(regression, net, (x, y))
     assert largest.numel < 9 * 30 * 40
+
+
+@pytest.mark.parametrize(("size", "width"), [(12, 8), (3, 32)])  # by gradients of a few samples, by ghost norms
+def test_few_per_sample_gradients_of_a_convolution_are_formed_at_once(size, width):
+    net, x = nn.Conv1d(width, width, 5, padding=2).double(), data(1, 0, 40, width, size)
+    with Largest() as largest:
+        found = per_sample_grad_norms(squared, net, (x,))
+    assert largest.numel <= 2 * x.numel() < 40 * net.weight.numel()
+    close(found, norms_of(gradients(squared, net, (x,))))
+
+
+class Noted(Cube):
+    """The identity; its backward takes a note."""
+
+    @staticmethod
+    def forward(x, note):
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.note = inputs[1]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.note()
+        return gradient, None
+
+
+def test_a_gradient_is_measured_before_the_next_is_formed():
+    weights = {name: data(step, 0, 65, 65) for step, name in enumerate("abc", 1)}  # not small
+    notes = []
+
+    def measured(name, gradient):
+        notes.append(f"measure of {name}")
+        return gradient.square().sum()
+
+    def loss(weights, x):
+        for name, weight in weights.items():
+            x = Noted.apply(torch.tanh(x @ weight), functools.partial(notes.append, f"backward of {name}"))
+        return x.sum()
+
+    measure = Measure(torch.zeros((), dtype=torch.float64), measured)
+    measure_gradients(loss, lambda tapped: tapped, weights, [data(4, 0, 2, 65)], measure)
+    assert notes == [f"{step} of {name}" for name in "cba" for step in ("backward", "measure")]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils._python_dispatch import _disable_current_modes
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @contextmanager
@@ -25,6 +29,17 @@ def outside_transforms() -> Iterator[None]:
     """Like :func:`below_transforms`, for code that a transformed function calls, above functorch's levels."""
     with torch._C._DisableFuncTorch(), below_transforms():
         yield
+
+
+def uncompiled(function: F) -> F:
+    """The function, which ``torch.compile`` neither traces nor looks into: its graph is broken there.
+
+    ``torch.compiler.disable`` does the same, but imports the compiler, which takes seconds.
+    """
+    function.__dict__["_torchdynamo_disable"] = True
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # here, and in what is called from here
+    set_code_exec_strategy(function.__code__, skip)
+    return function
 
 
 def alias(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:

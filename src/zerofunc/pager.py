@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from zerofunc.buffers import BufferPool, below_transforms
+from zerofunc.buffers import BufferPool, below_transforms, uncompiled
 from zerofunc.collectives import Axes, Done, Work
 from zerofunc.layout import PageLayout
 
@@ -186,6 +186,7 @@ class Pager:
                 held += page.gathered_bytes
                 self._persistent.add(page)
 
+    @uncompiled
     def read(self, page: Page) -> torch.Tensor:
         """Collective unless resident. The gathered page, 1-D [padded_numel].
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 # Written by libraries when they are first imported or first compile: not a leak of the job.
-_LIBRARY_VARIABLES = ("KMP_", "TORCHINDUCTOR_", "TRITON_")
+_LIBRARY_VARIABLES = ("KMP_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
 
 # The frames that lead to a job's own, which tracebacks leave out.
 _OWN_FRAMES = ("zerofunc.rank_process", "zerofunc.pytest_plugin")

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zerofunc.buffers import alias, below_transforms
+from zerofunc.buffers import alias, below_transforms, uncompiled
 from zerofunc.collectives import DEFAULT_TIMEOUT_S, Axes, axes_of
 from zerofunc.filling import find_unfilled, first_rank_numbers, give_memory, home_device
 from zerofunc.kernels.selection import select_kernels
@@ -481,6 +481,7 @@ def usage(module: nn.Module) -> Usage:
 # -- when shards change -----------------------------------------------------------------------------------------------
 
 
+@uncompiled
 def _before_forward(module: nn.Module, args: Any) -> None:
     sharding = module.__dict__.get("_zerofunc")  # None in a deep copy of a module at stages 0 to 2
     if sharding is None:

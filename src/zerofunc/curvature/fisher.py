@@ -136,7 +136,10 @@ def _squared_gradients(
     own, module = trainable(sharding), sharding.module()
     assert module is not None
     pages = [page for page in sharding.pages if page.shards[0].requires_grad]
-    measure = functools.partial(SumOfSquares.apply, num_samples=len(samples[0]))
+    num_samples = len(samples[0])
+
+    def measure(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return None if gradient is None else SumOfSquares.apply(gradient, num_samples)
 
     def of_one(*sample: torch.Tensor) -> dict[str, torch.Tensor]:
         def tapped_loss(shards: Tree) -> torch.Tensor:
@@ -144,7 +147,7 @@ def _squared_gradients(
             for page in pages:
                 names = [slot.name for slot in page.layout.slots]
                 full = Gather.apply(sharding, page, True, *(shards[name] for name in names))
-                tapped.update((name, Tap.apply(p, p, measure)) for name, p in zip(names, full, strict=True))
+                tapped.update((name, Tap.apply(p, measure, p)[0]) for name, p in zip(names, full, strict=True))
 
             def model(*args: Any, **kwargs: Any) -> Any:
                 return torch.func.functional_call(module, tapped, args, kwargs)

@@ -11,16 +11,16 @@ goes to the tap.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
-from zerofunc.per_sample.taps import Measure, Uses
-
-IsOnly = Callable[[], bool]
+from zerofunc.per_sample.convolution import convolution
+from zerofunc.per_sample.group_norm import group_norm
+from zerofunc.per_sample.products import of_product
+from zerofunc.per_sample.taps import IsOnly, Measure, Rules, Uses
 
 
 class Linear(Function):
@@ -54,7 +54,7 @@ class Linear(Function):
         by_bias = gradients.sum(0) if ctx.needs_input_grad[2] else None
         if not ctx.is_only():
             return by_x, gradients.mT @ rows, by_bias, None, None
-        return by_x, None, by_bias, _of_product(rows.to(ctx.dtype), gradients.to(ctx.dtype)), None
+        return by_x, None, by_bias, of_product(rows.to(ctx.dtype), gradients.to(ctx.dtype)), None
 
     @staticmethod
     def jvp(ctx: Any, x: Any, weight: Any, bias: Any, *_: Any) -> Any:  # noqa: D102
@@ -109,21 +109,6 @@ class Embedding(Function):
         return torch.func.vmap(F.embedding, in_dims[:2])(indices, weight), 0
 
 
-def _of_product(rows: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
-    """Squared norm of ``gradients^T rows`` for rows [T, in] and gradients [T, out], the cheaper way."""
-    num, width, height = len(rows), rows.shape[1], gradients.shape[1]
-    if num == 1:
-        return _square(rows) * _square(gradients)
-    if num * (width + height) < width * height:
-        return torch.dot((rows @ rows.mT).flatten(), (gradients @ gradients.mT).flatten())
-    return _square(gradients.mT @ rows)
-
-
-def _square(tensor: torch.Tensor) -> torch.Tensor:
-    """Squared norm, without a temporary tensor of squares."""
-    return torch.linalg.vector_norm(tensor).square()
-
-
 # -- squared norms ----------------------------------------------------------------------------------------------------
 
 
@@ -156,10 +141,22 @@ def _embedding(
     return Embedding.apply(input, weight, padding, uses.accumulator, uses.only(weight))
 
 
+RULES: Rules = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    F.embedding: _embedding,
+    F.conv1d: convolution,
+    F.conv2d: convolution,
+    F.conv3d: convolution,
+    F.group_norm: group_norm,
+    torch.group_norm: group_norm,
+}
+
+
 def squared_norm(like: torch.Tensor) -> Measure:
     """The measure that gives each sample's squared gradient norm, in the data type and on the device of ``like``."""
 
     def of(name: str, gradient: torch.Tensor) -> torch.Tensor:
         return torch.linalg.vector_norm(gradient, dtype=like.dtype).square()
 
-    return Measure(like.new_zeros(()), of, {F.linear: _linear, torch.addmm: _addmm, F.embedding: _embedding})
+    return Measure(like.new_zeros(()), of, RULES)

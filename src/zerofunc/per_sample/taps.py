@@ -2,8 +2,8 @@
 
 A tap is the identity of a parameter whose backward hands the gradient to a measure (its squared norm, a projection)
 and passes nothing on. The measure goes to an accumulator, so that one reverse pass to the accumulator under vmap
-gives the measure of every sample, with one parameter's per-sample gradients alive at a time. A parameter used several
-times is tapped once, where autograd has summed the gradients of its uses.
+gives the measure of every sample, with one parameter's per-sample gradients alive at a time, and those of all small
+ones. A parameter used several times is tapped once, where autograd has summed the gradients of its uses.
 
 Where the measure has a structured rule for a function (see ghost.py), a parameter used by that function alone does not
 even have one per-sample gradient formed.
@@ -25,32 +25,39 @@ from torch.utils import _pytree as pytree
 Model = Callable[..., Any]
 Call = Callable[[Mapping[str, torch.Tensor]], Model]
 Loss = Callable[..., torch.Tensor]
+IsOnly = Callable[[], bool]
+FIRST = 2**64 - 1  # of what is ready, autograd runs the backward with the highest number
+SMALL = 4096  # elements: less work than a tap takes
 Rules = Mapping[Any, Callable[..., torch.Tensor | None]]
 
 
 class Tap(Function):
-    """``Tap.apply(parameter, accumulator, measure)``: the parameter; its gradient's measure goes to the accumulator."""
+    """``Tap.apply(accumulator, measure, *parameters)``: the parameters; their gradients' measure goes to the former.
+
+    Gradients are None where a rule has measured them, or where there are none.
+    """
 
     @staticmethod
-    def forward(parameter: torch.Tensor, accumulator: torch.Tensor, measure: Any) -> torch.Tensor:  # noqa: D102
-        return parameter.view_as(parameter)
+    def forward(accumulator: torch.Tensor, measure: Any, *parameters: torch.Tensor) -> Any:  # noqa: D102
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: D102
-        ctx.measure = inputs[2]
+        ctx.measure = inputs[1]
         ctx.set_materialize_grads(False)
+        ctx._set_sequence_nr(FIRST)  # or autograd would keep all gradients until the end, as taps are made first
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:  # noqa: D102
-        return None, None if gradient is None else ctx.measure(gradient), None  # None where a rule has done it
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # noqa: D102
+        return ctx.measure(*gradients), None, *(None for _ in gradients)
 
     @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, _: Any, __: None) -> Any:  # noqa: D102
-        return tangent.view_as(tangent)
+    def jvp(ctx: Any, _: Any, __: None, *tangents: torch.Tensor | None) -> Any:  # noqa: D102
+        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, parameter: torch.Tensor, accumulator: torch.Tensor, measure: Any) -> Any:  # noqa: D102
-        return Tap.apply(parameter, accumulator, measure), in_dims[0]
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:  # noqa: D102
+        return Tap.apply(*inputs), in_dims[2:]
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,11 @@ class Measure:
     zero: torch.Tensor
     of: Callable[[str, torch.Tensor], torch.Tensor]
     rules: Rules = field(default_factory=dict)
+
+    def of_all(self, names: Sequence[str], *gradients: torch.Tensor | None) -> torch.Tensor | None:
+        """The sum over parameters with a gradient; None if there is none."""
+        found = [self.of(name, g) for name, g in zip(names, gradients, strict=True) if g is not None]
+        return functools.reduce(torch.add, found) if found else None
 
 
 class Uses(TorchFunctionMode):
@@ -111,7 +123,7 @@ class Uses(TorchFunctionMode):
         """Whether ``tensor`` is a tapped parameter itself."""
         return id(tensor) in self._tapped
 
-    def only(self, tensor: torch.Tensor) -> Callable[[], bool]:
+    def only(self, tensor: torch.Tensor) -> IsOnly:
         """What tells, in a rule's backward, whether the tapped ``tensor`` has no other use, so that the rule is exact.
 
         A backward that runs within the forward is a derivative that the loss contains, and a use of its own.
@@ -140,6 +152,12 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+def _groups(parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """The names that share a tap: those of small parameters, whose gradients may wait for each other."""
+    small = [name for name, parameter in parameters.items() if parameter.numel() <= SMALL]
+    return [[name] for name in parameters if name not in small] + [small] * bool(small)
+
+
 def measure_gradients(
     loss: Loss,
     call: Call,
@@ -156,13 +174,14 @@ def measure_gradients(
         samples: Tensors [B, …].
         measure: What to ask of the gradients.
     """
+    groups = _groups(parameters)
 
     def of_one(*sample: torch.Tensor) -> torch.Tensor:
         def tapped_loss(accumulator: torch.Tensor) -> torch.Tensor:
-            tapped = {
-                name: Tap.apply(parameter, accumulator, functools.partial(measure.of, name))
-                for name, parameter in parameters.items()
-            }
+            tapped: dict[str, torch.Tensor] = {}
+            for names in groups:
+                taken = functools.partial(measure.of_all, names)
+                tapped |= zip(names, Tap.apply(accumulator, taken, *(parameters[name] for name in names)), strict=True)
             with Uses(tapped, accumulator, measure.rules):
                 return loss(call(tapped), *sample)
 

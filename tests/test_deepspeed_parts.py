@@ -155,7 +155,6 @@ def test_scripts_start_and_communicate_as_ever():
         logger.removeHandler(handler)
         logger.setLevel(level)
     text = " ".join(said)
-    assert ("so it is gloo" in text) != torch.accelerator.is_available()
     rank, comm = deepspeed.comm.get_rank(), deepspeed.comm
     assert ("so far" in text, "on the second rank" in text) == (rank == 0, rank == 1)
     total = torch.tensor([1.0 + rank])

@@ -213,6 +213,14 @@ def test_ranks_that_do_not_meet_are_told_where_they_waited(launched):
         init_distributed("gloo", timeout_s=1)
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="has an accelerator")
+def test_nccl_is_gloo_without_an_accelerator(launched, joined, caplog):
+    caplog.set_level(logging.INFO, "zerofunc")
+    launched(**TORCHRUN, MASTER_ADDR="node1")
+    assert init_distributed(dist_backend="nccl") == 4
+    assert joined == [("gloo", None, None)] and "so it is gloo" in caplog.text
+
+
 @pytest.mark.world_size(2)
 def test_a_running_group_is_left_as_it_is():
     assert init_distributed("nccl") == 2

@@ -47,7 +47,7 @@ SPREAD = {
     "grad", "jvp", "vmap(grad)", "grad(grad)", "functional_call: per-sample grad", "autograd gradient penalty + loss",
     "func.grad penalty alone", "backward through a jvp", "shards: grad(jvp)", "checkpoint: jvp",
 }  # fmt: skip
-ONE_RANK = {"jvp", "grad(grad)", "backward through a jvp"}
+FEW = {"jvp", "grad(grad)", "backward through a jvp"}
 
 
 @pytest.mark.world_size(2)
@@ -76,13 +76,13 @@ def test_other_architectures_equal_plain_pytorch(model, stage):
 
 @pytest.mark.world_size(2)
 def test_a_language_model_of_transformers_equals_plain_pytorch():
-    check("gpt2", 3, SPREAD)
+    check("gpt2", 3, FEW)
 
 
 @pytest.mark.world_size(1)
 @pytest.mark.parametrize("model", ["conv", "lstm", "shared", "llama"])
 def test_other_architectures_on_one_rank_equal_plain_pytorch(model):
-    check(model, 3, ONE_RANK)
+    check(model, 3, FEW)
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_four_ranks_equal_plain_pytorch(stage):
 @pytest.mark.world_size(2)
 def test_many_resident_pages_and_prefetch_change_nothing():
     check("attention", 3, SPREAD, resident_bytes=3000)
-    check("attention", 3, ONE_RANK, resident_bytes=1 << 20)
+    check("attention", 3, FEW, resident_bytes=1 << 20)
 
 
 class LayerNormAttention(Attention):

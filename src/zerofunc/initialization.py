@@ -33,6 +33,8 @@ from zerofunc.sharding import (
 )
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
+LEAF_MARK = "_z3_leaf"
+"""Attribute of a module that is to be kept whole, as DeepSpeed marks it."""
 
 
 def initialize(
@@ -178,15 +180,16 @@ def _shard_options(model: nn.Module, config: Config) -> dict[str, Any]:
 
 
 def _leaf_modules(model: nn.Module, leaves: LeafModuleConfig) -> list[str]:
-    """Names of the outermost modules that the configuration wants whole: by name, end of name, or class."""
+    """Names of the outermost modules to keep whole: by the configuration (name, end of name, class), or by a mark."""
     found: list[str] = []
     for name, module in model.named_modules():
         is_leaf = (
             name in leaves.names
             or any(name.endswith(suffix) for suffix in leaves.name_suffixes)
             or not class_names(type(module)).isdisjoint(leaves.classes)
+            or module.__dict__.get(LEAF_MARK, False)
         )
-        if is_leaf and not any(name.startswith(f"{outer}.") for outer in found):
+        if name and is_leaf and not any(name.startswith(f"{outer}.") for outer in found):
             found.append(name)
     return found
 

@@ -200,7 +200,7 @@ def _numbers(ranges: str) -> Iterator[str]:
 
 
 def init_distributed(
-    backend: str | None = None,
+    dist_backend: str | None = None,
     timeout_s: float | None = None,
     *,
     init_method: str | None = None,
@@ -216,7 +216,7 @@ def init_distributed(
     LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in ``os.environ`` for whoever reads them.
 
     Args:
-        backend: Of torch.distributed; by default the accelerator's own (NCCL), or gloo where there is none.
+        dist_backend: Of torch.distributed; by default, or for "nccl", the accelerator's own, or gloo without one.
         timeout_s: Seconds after which a rank that waits for others raises; by default torch.distributed's.
         init_method: A URL where ranks meet instead of MASTER_ADDR and MASTER_PORT (``file://…``, ``tcp://…``).
         rank: This process's number, with ``world_size``, where the caller launched the processes.
@@ -238,6 +238,9 @@ def init_distributed(
             raise ValueError(f"init_distributed was asked for {name} {value}, but it is {known[name]} already")
     if joined:
         return joined[1]
+    if dist_backend == "nccl" and not torch.accelerator.is_available():
+        _logger.info("dist_backend is nccl, which needs an accelerator; there is none, so it is gloo")
+        dist_backend = "gloo"
     environment = {**os.environ, **asked}
     placement = find_placement(environment)
     if placement is None:
@@ -251,7 +254,7 @@ def init_distributed(
     _choose_device(placement)
     os.environ.update(variables)
     _logger.info("rank %d of %d, started by %s", placement.rank, placement.world_size, placement.launcher)
-    return join_processes(backend, timeout_s, init_method)
+    return join_processes(dist_backend, timeout_s, init_method)
 
 
 def _variables(placement: Placement) -> dict[str, str]:

@@ -22,7 +22,7 @@ from zerofunc.launch import init_distributed
 from zerofunc.layout import ParameterSpec, build_pages
 from zerofunc.paged_tensor import PagedTensor
 from zerofunc.pager import Pager
-from zerofunc.sharding import build_page, replace_parameters, swap
+from zerofunc.pages import build_page, replace_parameters, swap
 
 aten = torch.ops.aten
 

@@ -13,10 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from zerofunc import initialization
 from zerofunc.compat.deepspeed.launch import init_distributed
-from zerofunc.compat.deepspeed.leaf_modules import leaf_names
 from zerofunc.compat.deepspeed.optimizer_views import with_loss_scale
 from zerofunc.compat.deepspeed.parameter_views import with_views
-from zerofunc.config.reading import read_config
 from zerofunc.engine import Engine
 from zerofunc.launch import DEFAULT_MASTER_PORT
 
@@ -45,8 +43,8 @@ def initialize(
     """Collective. :func:`zerofunc.initialize` with the arguments in DeepSpeed's order and its defaults.
 
     Absent ``gradient_clipping`` is 1.0, which the log says. Epochs of the loader have the same order unless the script
-    calls ``loader.data_sampler.set_epoch``. Modules marked by ``utils.set_z3_leaf_modules`` are kept whole. At stage 3
-    parameters have the ``ds_*`` views, and the optimizer has ``loss_scale`` and the like.
+    calls ``loader.data_sampler.set_epoch``. At stage 3 parameters have the ``ds_*`` views, and the optimizer has
+    ``loss_scale`` and the like.
 
     Args:
         args: A namespace with ``deepspeed_config``, where neither ``config`` nor ``config_params`` is given.
@@ -75,7 +73,7 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     engine, made, loader, schedule = initialization.initialize(
         model,
-        _with_leaves(given, model),
+        given,
         optimizer,
         model_parameters,
         training_data,
@@ -92,13 +90,3 @@ def initialize(
     if made is not None:
         with_loss_scale(made, engine)
     return engine, made, loader, schedule
-
-
-def _with_leaves(config: ConfigSource, model: nn.Module) -> ConfigSource:
-    """The configuration, in which modules marked as leaves are kept whole."""
-    names = leaf_names(model)
-    if not names:
-        return config
-    values = read_config(config).values
-    ours = values.get("zerofunc") or {}
-    return {**values, "zerofunc": {**ours, "unsplit": [*ours.get("unsplit", ()), *names]}}

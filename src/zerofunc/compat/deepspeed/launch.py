@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import logging
 from typing import Any
 
-import torch
-
 from zerofunc import launch
-
-_logger = logging.getLogger(__name__)
 
 
 def init_distributed(
@@ -29,7 +24,7 @@ def init_distributed(
     """Collective. :func:`zerofunc.launch.init_distributed`; a process that nobody launched is a group of one.
 
     Args:
-        dist_backend: By default the accelerator's own, or gloo. "nccl" where there is no accelerator is gloo.
+        dist_backend: By default the accelerator's own, or gloo where there is none.
         auto_mpi_discovery: Accepted; MPI's variables are always read, after torchrun's.
         distributed_port: Where rank 0 is met, if MASTER_PORT does not say.
         verbose: Accepted.
@@ -42,9 +37,6 @@ def init_distributed(
     """
     if dist_init_required is False:
         return
-    if dist_backend == "nccl" and not torch.accelerator.is_available():
-        _logger.info("dist_backend is nccl, which needs an accelerator; there is none, so it is gloo")
-        dist_backend = "gloo"
     launch.init_distributed(
         dist_backend,
         None if timeout is None else timeout.total_seconds(),

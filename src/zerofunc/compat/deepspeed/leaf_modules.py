@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from zerofunc.initialization import class_names
+from zerofunc.initialization import LEAF_MARK, class_names
 
 __all__ = [
     "get_z3_leaf_modules",
-    "leaf_names",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",
@@ -22,12 +21,10 @@ __all__ = [
     "z3_leaf_module",
 ]
 
-_MARK = "_z3_leaf"
-
 
 def z3_leaf_module(model: nn.Module) -> bool:
     """Whether a module is marked as a leaf."""
-    return bool(model.__dict__.get(_MARK, False))
+    return bool(model.__dict__.get(LEAF_MARK, False))
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -37,7 +34,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Mark one module, or take the mark away."""
-    model.__dict__[_MARK] = flag
+    model.__dict__[LEAF_MARK] = flag
 
 
 def set_z3_leaf_modules(
@@ -66,11 +63,6 @@ def set_z3_leaf_modules_by_suffix(
 ) -> tuple[list[nn.Module], list[str]]:
     """The modules whose names end so, marked, and the suffixes that no name has."""
     return _marked_by(model, leaf_module_suffixes, str.endswith, raise_if_not_found)
-
-
-def leaf_names(model: nn.Module) -> list[str]:
-    """Names of the marked modules, the model itself apart."""
-    return [name for name, module in model.named_modules() if name and z3_leaf_module(module)]
 
 
 def _marked(

@@ -1,0 +1,109 @@
+"""Pages of a module: built with the first rank's values, and put in the place of its parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from zerofunc.buffers import alias
+from zerofunc.collectives import Axes
+from zerofunc.layout import PageLayout
+from zerofunc.paged_tensor import PagedTensor
+from zerofunc.pager import Page, Pager, shard_of
+
+PIECE_NUMEL = 1 << 20  # elements of a first value that travel at a time, so that no rank copies a large parameter whole
+
+
+def build_page(
+    layout: PageLayout, parameters: list[nn.Parameter], stage: int, axes: Axes, low_precision: bool, on_cpu: bool
+) -> Page:
+    """Collective. One page with the first rank's values."""
+    dtype, device, _ = layout.key
+    is_low = dtype.is_floating_point and dtype.itemsize < 4
+    master_dtype = torch.float32 if is_low and not low_precision else dtype
+    master_device = torch.device("cpu") if on_cpu else device
+    first = axes.shard.rank * layout.shard_numel
+    mine = slice(first, first + layout.shard_numel)
+    held = mine if stage == 3 else slice(0, layout.padded_numel)
+    values = torch.zeros(held.stop - held.start, dtype=master_dtype, device=master_device if stage == 3 else device)
+    for slot, parameter in zip(layout.slots, parameters, strict=True):
+        position = slot.offset - held.start
+        for piece in _first_values(parameter, axes, device, master_dtype, slot.name):
+            start, stop = max(position, 0), min(position + piece.numel(), values.numel())
+            if start < stop:
+                values[start:stop].copy_(piece[start - position : stop - position])
+            position += piece.numel()
+            del piece  # before the next parameter is gathered
+    full, master = (None, values) if stage == 3 else (values.to(dtype), values[mine])
+    if full is not None and (dtype != master_dtype or device != master_device):
+        master = master.to(master_device, copy=True)
+    names = ", ".join(slot.name for slot in layout.slots[:3]) + (", …" if len(layout.slots) > 3 else "")
+    page = Page(layout, dtype, master, full=full, label=f"page {layout.index} ({names})")
+    for slot, parameter in zip(layout.slots, parameters, strict=True):
+        start, stop = layout.part(slot, axes.shard.rank)
+        page.shards.append(shard_of(master, start, stop - start, parameter.requires_grad))
+    return page
+
+
+def _first_values(
+    parameter: nn.Parameter, axes: Axes, device: torch.device, dtype: torch.dtype, name: str
+) -> Iterator[torch.Tensor]:
+    """Collective. The first rank's values of a parameter, 1-D, piece by piece; NaN on the meta device."""
+    if parameter.is_meta:
+        nothing = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+        yield nothing.expand(parameter.numel())
+    elif isinstance(parameter, PagedTensor):  # of Init, where they are the same on all ranks
+        yield parameter._value().reshape(-1)
+    else:
+        for piece in parameter.detach().reshape(-1).split(PIECE_NUMEL):
+            if axes.num_ranks > 1 and piece.numel():
+                piece = piece.to(device, dtype, copy=True)
+                axes.broadcast(piece, f"first broadcast of {name!r}")
+            yield piece
+
+
+def replace_parameters(page: Page, parameters: list[nn.Parameter], stage: int, pager: Pager) -> None:
+    """Local. Make parameters, their identity and attributes kept, those of a page."""
+    for slot, parameter in zip(page.layout.slots, parameters, strict=True):
+        new: torch.Tensor
+        if stage == 3:
+            new = PagedTensor(pager, page, slot)
+        else:
+            assert page.full is not None
+            new = alias(page.full, slot.offset, slot.shape)
+        replacement = nn.Parameter(new, parameter.requires_grad)
+        del new
+        try:
+            swap(parameter, replacement)
+        except RuntimeError as error:
+            raise ValueError(
+                f"parameter {slot.name!r} is in use by a graph or a weak reference ({error}); shard the module before "
+                "its first forward"
+            ) from error
+        page.parameters.append(parameter)
+    page.note_changes()
+
+
+def swap(parameter: torch.Tensor, replacement: torch.Tensor) -> None:
+    """Give ``parameter`` the content of ``replacement``, its identity and attributes kept.
+
+    ``torch.utils.swap_tensors`` refuses weak references. nn.RNN holds some to its weights, which shall see the change.
+
+    Raises:
+        RuntimeError: If something else refers to the content, such as a graph.
+    """
+    of_content = {*PagedTensor.__annotations__, "_is_param"}
+    vars(replacement).update({k: v for k, v in vars(parameter).items() if k not in of_content})
+    if not weakref.getweakrefs(parameter):
+        torch.utils.swap_tensors(parameter, replacement)
+        return
+    references = parameter._use_count()  # type: ignore[attr-defined]
+    if references > 1:
+        raise RuntimeError(f"{references} references")
+    kind, attributes = type(parameter), parameter.__dict__
+    parameter.__class__, parameter.__dict__ = type(replacement), replacement.__dict__
+    replacement.__class__, replacement.__dict__ = kind, attributes
+    torch._C._swap_tensor_impl(parameter, replacement)

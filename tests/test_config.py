@@ -248,10 +248,6 @@ def test_a_static_loss_scale_needs_no_window() -> None:
             {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}},
             "gradient_allreduce_op: 'sum' is not supported at stage 3; use 'mean'",
         ),
-        (
-            {"zero_optimization": {"stage": 3, "elastic_checkpoint": True}},
-            "zero_optimization.elastic_checkpoint: not supported at stage 3; remove it",
-        ),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused_under_the_name_of_one(keys: dict[str, Any], message: str) -> None:
@@ -489,7 +485,7 @@ def test_an_unknown_key_in_a_section_is_refused(keys: dict[str, Any], message: s
         {"compile": {"deepcompile": False}},
         {"tensor_parallel": {"autotp_size": 0}},
         {"sequence_parallel_size": 1, "gradient_predivide_factor": 1.0, "gradient_allreduce_op": "mean"},
-        {"checkpoint": {"tag_validation": "Warn", "use_node_local_storage": False, "load_universal": False}},
+        {"checkpoint": {"tag_validation": "Warn", "use_node_local_storage": False, "load_universal": True}},
         {"wall_clock_breakdown": False, "memory_breakdown": False, "dump_state": False, "sparse_gradients": False},
         {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
         {"comms_logger": {"enabled": False}, "flops_profiler": {"enabled": False}, "aio": {}},
@@ -558,8 +554,8 @@ def test_a_known_key_that_is_not_needed_warns_once_with_the_reason(
         ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel: tensor parallelism is not supported"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention: it is not part of the engine"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size: sequence parallelism is not supported"),
-        ({"checkpoint": {"tag_validation": "Fail"}}, "checkpoint.tag_validation: this version reads and writes no"),
-        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal: this version reads and writes no"),
+        ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint.use_node_local_storage: checkpoints go into a"),
+        ({"nebula": {"enabled": True}}, "nebula: not supported; zerofunc.checkpoint.asynchronous"),
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads: float16 masters"),
         ({"zero_optimization": {"mics_shard_size": 8}}, "zero_optimization.mics_shard_size: give initialize a mesh"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights: pages"),

@@ -38,14 +38,17 @@ from zerofunc.per_sample.seeded import Projector
 from zerofunc.progress import log_to_console
 from zerofunc.recompute.attention import attention
 from zerofunc.recompute.checkpoint import checkpoint, checkpoint_module
+from zerofunc.saving.manifest import CheckpointError
 from zerofunc.sharded_init import Init
 from zerofunc.sharded_optimizer import shard_optimizer
 from zerofunc.sharding import Usage, refresh, shard, shards, usage
 from zerofunc.trees import clip_grad_norm_, draw, full_gradients, gathered, mean, reshard, unshard, vdot
 from zerofunc.uneven import Join, join
+from zerofunc.version import __version__ as __version__
 from zerofunc.weights import load_safetensors
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DivergenceError",
     "Engine",
@@ -98,7 +101,6 @@ __all__ = [
     "usage",
     "vdot",
 ]
-__version__ = "0.1.0"
 
 _DEEPSPEED = {
     "DeepSpeedConfig", "DeepSpeedConfigError", "DeepSpeedEngine", "OnDevice", "accelerator", "add_config_arguments",

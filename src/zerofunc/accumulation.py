@@ -48,6 +48,11 @@ class Accumulation:
         self.backwards = 0 if stepped else self.backwards
         self._plan()
 
+    def restore(self, micro_steps: int, backwards: int) -> None:
+        """Local. Stand where another one stood."""
+        self.micro_steps, self.backwards = micro_steps, backwards
+        self._plan()
+
     def set_boundary(self, is_boundary: bool) -> None:
         """Local. What the user says of all micro-steps from now on."""
         self.need_managed("set_gradient_accumulation_boundary")

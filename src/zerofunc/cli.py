@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-import zerofunc
 from zerofunc.config import ConfigError, judge
 from zerofunc.config.report import table as config_table
 from zerofunc.config.schema import json_schema
 from zerofunc.testing import RankError, RankPool
 from zerofunc.verify.run import CANNOT, CELLS, ERROR, OK, Outcome, Setting, merge, verify_rank
+from zerofunc.version import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="ZeRO training on which torch.func simply works.")
 _config = typer.Typer(no_args_is_help=True, help="Check a configuration; print the schema of configurations.")
@@ -150,7 +150,7 @@ def _run_stage(
 
 
 def _table(outcomes: list[Outcome], stages: list[int], setting: Setting, nproc: int) -> Table:
-    versions = f"zerofunc {zerofunc.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    versions = f"zerofunc {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     name = setting.model.rpartition(":")[2]
     precision = "float64" if setting.is_double else "float64 with float32 inside"
     table = Table(title=f"{name}, {nproc} ranks, {precision}; {versions}")

@@ -232,6 +232,17 @@ class Axis:
             raise self.lost(label, error) from error
         return values[0]
 
+    def gather_objects(self, value: Any, label: str) -> list[Any]:
+        """Collective. What each rank of the axis gives, ranks agreeing first; small things, not counted."""
+        self.agree(label)
+        values = [value] * self.size
+        if self.size > 1:
+            try:
+                dist.all_gather_object(values, value, group=self.control_group)
+            except RuntimeError as error:
+                raise self.lost(label, error) from error
+        return values
+
     def all_reduce(self, tensor: torch.Tensor, label: str) -> Work:
         """Collective. Start summing ``tensor`` over ranks in place."""
         if self.size == 1:
@@ -348,6 +359,19 @@ class Axes:
         """Collective. :meth:`Axis.sum` over all ranks of both axes."""
         return self.replicate.sum(self.shard.sum(value, label), label)
 
+    def gather_objects(self, value: Any, label: str) -> list[Any]:
+        """Collective. What each rank gives, in the ranks' order."""
+        rows = self.replicate.gather_objects(self.shard.gather_objects(value, label), label)
+        return [one for row in rows for one in row]
+
+    def background_group(self) -> dist.ProcessGroup | None:
+        """Collective at its first call. A gloo group over all ranks, for one other thread; None for a single rank."""
+        if self.num_ranks == 1:
+            return None
+        ranks = tuple(self.gather_objects(dist.get_rank(), "a group for another thread"))
+        timeout_s = max(axis.timeout_s for axis in (self.shard, self.replicate) if axis.size > 1)
+        return _background_group(_world(), ranks, timeout_s)
+
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
         """Collective. Replace ``tensor`` by the one of the mesh's rank ``source``."""
         self.shard.broadcast(tensor, label, source % self.shard.size)
@@ -398,6 +422,14 @@ def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
     return world
+
+
+@functools.lru_cache(maxsize=64)
+def _background_group(world: dist.ProcessGroup, ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup:
+    timeout = datetime.timedelta(seconds=timeout_s)
+    made = dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 @functools.lru_cache(maxsize=64)

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, Sampler
 
 from zerofunc.accumulation import Accumulation
 from zerofunc.batch_losses import LossFunction, loss_of, on_device
+from zerofunc.checkpointing import Checkpointing
 from zerofunc.config import Config
 from zerofunc.data import RankLoader, RepeatingLoader, rank_loader
 from zerofunc.kernels.selection import explain_second_order
@@ -44,7 +45,7 @@ def _expected_backward() -> Iterator[None]:
         _engine_backwards.pop()
 
 
-class Engine(Readings, nn.Module):
+class Engine(Readings, Checkpointing, nn.Module):
     """A sharded module with what trains it. Made by :func:`zerofunc.initialize`.
 
     ``engine(...)`` is ``engine.module(...)``, to be transformed by torch.func as it is. Attributes that the engine
@@ -201,6 +202,8 @@ class Engine(Readings, nn.Module):
             self.global_samples += samples
             self._progress.finish_step(self._report_of(samples), self.usage)
         self._accumulation.count(is_due)
+        if is_due:
+            self._exit_if_asked()
 
     def _update(self, optimizer: Optimizer, lr_kwargs: dict[str, Any]) -> None:
         """Collective. Reduce what is owed, clip, and let optimizer and schedule step unless the gradient overflows."""
@@ -390,7 +393,8 @@ class Engine(Readings, nn.Module):
         self._sharding.pager.release()
 
     def destroy(self) -> None:
-        """Local. Finish the monitors. The module stays sharded and may be used, and saved, without the engine."""
+        """Local. Finish the monitors and a save in the background. The module may be used without the engine."""
+        self.wait_for_checkpoint()
         self._progress.close()
         self._reducer.guard = lambda: None
 

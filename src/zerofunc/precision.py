@@ -41,6 +41,12 @@ class LossScaler:
         """Whether the scale can fall no further."""
         return self.dynamic and self.scale <= self.minimum
 
+    def restore(self, state: dict[str, Any]) -> None:
+        """Stand where another one stood, whose ``vars`` are given; a constant scale stays."""
+        if self.dynamic and state["dynamic"]:
+            self.scale, self._good_steps = state["scale"], state["_good_steps"]
+            self._overflows_left = state["_overflows_left"]
+
     def update(self, overflow: bool) -> None:
         """Learn whether the last gradient had an infinity or a NaN."""
         if not self.dynamic:

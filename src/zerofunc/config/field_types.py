@@ -7,7 +7,18 @@ from typing import Annotated, Literal
 
 from pydantic import AllowInfNan, BeforeValidator, Field, Strict, WithJsonSchema
 
-__all__ = ["AutocastType", "Count", "DataType", "LogLevel", "Number", "Positive", "ReduceOp", "Stage", "Steps"]
+__all__ = [
+    "AutocastType",
+    "Count",
+    "DataType",
+    "LogLevel",
+    "Number",
+    "Positive",
+    "ReduceOp",
+    "Stage",
+    "Steps",
+    "TagValidation",
+]
 
 _SPELLINGS = {
     "bf16": ["bfloat16", "torch.bfloat16"],
@@ -54,5 +65,6 @@ Number = Annotated[float, Strict(), AllowInfNan(False)]
 DataType = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_short_name), _named("fp32", "fp16", "bf16")]
 AutocastType = Annotated[Literal["bfloat16", "float16"], BeforeValidator(_long_name), _named("bf16", "fp16")]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)]
+TagValidation = Annotated[Literal["ignore", "warn", "fail"], BeforeValidator(_lower)]
 ReduceOp = Annotated[Literal["mean", "sum"], BeforeValidator(_lower)]
 Steps = Annotated[Positive | None, BeforeValidator(_finite_or_none)]

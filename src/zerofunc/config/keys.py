@@ -75,8 +75,7 @@ def _refuse(reason: str, *, off: tuple[object, ...] = (False,), flags: tuple[str
     return KnownKey(Verdict.REFUSED, reason, off, flags)
 
 
-_NO_CHECKPOINTS = "this version reads and writes no checkpoints"
-_REMOVE = f"{_NO_CHECKPOINTS}; remove it"
+_ASYNCHRONOUS = "not supported; zerofunc.checkpoint.asynchronous saves in the background"
 _ONE_WAY = "there is one way to fetch pages"
 _PLAIN_PAGES = "pages travel in the data type of the parameters; choose it by bf16, fp16 or communication_data_type"
 _MESH = "give initialize a mesh of two axes (replicate, shard) to shard over fewer ranks"
@@ -118,15 +117,12 @@ _TOP_LEVEL: dict[str, KnownKey] = {
         ),
     ),
     # checkpoints
-    "checkpoint.tag_validation": _refuse(
-        f"{_NO_CHECKPOINTS}; use 'Ignore' or 'Warn'", off=("Warn", "Ignore", "WARN", "IGNORE", "warn", "ignore")
-    ),
-    "checkpoint.load_universal": _refuse(_REMOVE),
-    "checkpoint.use_node_local_storage": _refuse(_REMOVE),
+    "checkpoint.load_universal": _same("every checkpoint is read at any stage and on any number of ranks"),
+    "checkpoint.use_node_local_storage": _refuse("checkpoints go into a folder that all ranks share; remove it"),
     "checkpoint.parallel_write": _ignore("every rank writes its own part anyway", flags=("pipeline_stage",)),
-    "checkpoint.writer": _refuse(_REMOVE, flags=()),
-    "nebula": _refuse(_REMOVE),
-    "datastates": _refuse(_REMOVE, flags=("enabled", "config")),
+    "checkpoint.writer": _refuse("files are written by torch.distributed.checkpoint; remove it", flags=()),
+    "nebula": _refuse(_ASYNCHRONOUS),
+    "datastates": _refuse(_ASYNCHRONOUS, flags=("enabled", "config")),
     # other features
     "compile": _refuse(
         "deepcompile is not supported; call torch.compile on the loss function", flags=("deepcompile", "enabled")
@@ -169,14 +165,14 @@ _ZERO: dict[str, KnownKey] = {
     "stage3_module_granularity_threshold": _ignore("pages do not follow modules; use leaf_module", off=(0,)),
     "grad_hooks": _ignore("gradients are always reduced during backward", off=(True,)),
     "memory_efficient_linear": _ignore("no layer keeps a gathered weight", off=(True,)),
-    "pipeline_loading_checkpoint": _ignore(_NO_CHECKPOINTS),
+    "pipeline_loading_checkpoint": _ignore("each rank reads its own part"),
     "log_trace_cache_warnings": _ignore("pages are fetched on demand, so there is no trace to go wrong"),
     "enable_sanity_checks": _ignore("ranks that diverge are always noticed"),
     "parameter_alignment": _ignore("the engine aligns pages itself"),
     "cpu_offload_use_pin_memory": _ignore("an old spelling of offload_optimizer.pin_memory, which needs no setting"),
     "compute_grad_norm": _ignore("the gradient norm is computed when it is asked for", off=(True,)),
     # what would change the outcome
-    "load_from_fp32_weights": _refuse(_REMOVE, off=(True,)),
+    "load_from_fp32_weights": _refuse("checkpoints hold float32 masters, which are loaded; remove it", off=(True,)),
     "legacy_stage1": _refuse("there is one implementation of stage 1; remove it"),
     "zero_hpz_partition_size": _refuse(f"secondary partitions are not supported; {_MESH}", off=(1,)),
     "zero_quantized_weights": _refuse(_PLAIN_PAGES),

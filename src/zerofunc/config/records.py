@@ -16,6 +16,7 @@ from zerofunc.config.field_types import (
     ReduceOp,
     Stage,
     Steps,
+    TagValidation,
 )
 
 __all__ = [
@@ -105,23 +106,17 @@ class ZeroConfig(_Section):
     stage3_model_persistence_threshold: Count | None = None
     """Elements that may stay gathered in all; null means no limit."""
     stage3_gather_16bit_weights_on_model_save: StrictBool = False
-    """Whether saving 16-bit weights may gather them at stage 3."""
+    """Accepted: saving 16-bit weights gathers a page at a time, at every stage."""
     leaf_module: LeafModuleConfig = LeafModuleConfig()
     """Modules that are kept whole."""
     ignore_unused_parameters: StrictBool = True
     """Whether a trainable parameter may get no gradient."""
     elastic_checkpoint: StrictBool = False
-    """Accepted below stage 3, where a checkpoint can be read on another number of ranks anyway."""
+    """Accepted: every checkpoint can be read on another number of ranks."""
     offload_optimizer: OffloadConfig | None = None
     """Where masters and optimizer state live."""
     offload_param: OffloadConfig | None = None
     """Where shards live."""
-
-    @model_validator(mode="after")
-    def _check_elastic(self) -> ZeroConfig:
-        if self.elastic_checkpoint and self.stage == 3:
-            raise ValueError("elastic_checkpoint: not supported at stage 3; remove it")
-        return self
 
 
 class TorchAutocastConfig(_Section):
@@ -219,6 +214,22 @@ class Fp16Config(_Section):
         return self
 
 
+class CheckpointConfig(_Section):
+    """Checkpoints, in DeepSpeed's words."""
+
+    tag_validation: TagValidation = "warn"
+    """What happens where ranks give different tags: nothing, a warning, an error; the first rank's is taken."""
+
+
+class SavingConfig(_Section):
+    """Checkpoints, where DeepSpeed has no word."""
+
+    asynchronous: StrictBool = False
+    """Whether `save_checkpoint` returns when a copy is in memory, which is saved in the background."""
+    keep_last: Positive | None = None
+    """How many checkpoints stay in a folder; null means all."""
+
+
 class EngineConfig(_Section):
     """The section `zerofunc`: what DeepSpeed's JSON has no word for."""
 
@@ -236,6 +247,8 @@ class EngineConfig(_Section):
     """Seconds after which a collective gives up; null takes the process group's."""
     unsplit: list[str] = []
     """Names of modules whose parameters share one page."""
+    checkpoint: SavingConfig = SavingConfig()
+    """How checkpoints are saved."""
     second_order: StrictBool = False
     """Whether plain forwards use kernels that have a second derivative, as `zerofunc.second_order()` does."""
 
@@ -281,6 +294,8 @@ class Config(_Section):
     """Whether the resolved configuration and the pages are logged at the start."""
     log_level: LogLevel | None = None
     """Level from which zerofunc's log is shown on the console."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
     tensorboard: FileMonitorConfig = FileMonitorConfig()
     """Event files for TensorBoard."""
     csv_monitor: FileMonitorConfig = FileMonitorConfig()

@@ -1,0 +1,310 @@
+"""Saving a run into a folder and loading it again, on any number of ranks, at any stage."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from zerofunc.collectives import Axes
+from zerofunc.saving import folders
+from zerofunc.saving.files import file_checksum
+from zerofunc.saving.manifest import (
+    FORMAT,
+    CheckpointError,
+    Manifest,
+    StoredFile,
+    StoredTensor,
+    read_manifest,
+    verify,
+    write_manifest,
+)
+from zerofunc.saving.packing import Packed, read_packed
+from zerofunc.saving.pieces import Piece, PieceReader, PieceWriter
+from zerofunc.saving.state import (
+    Run,
+    Wanted,
+    capture,
+    misfits,
+    restore,
+    restore_optimizer,
+    seed_from,
+    set_random_state,
+    targets,
+)
+from zerofunc.version import __version__
+
+_logger = logging.getLogger(__name__)
+
+SHARED = "shared.safetensors"
+
+
+def _own(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a checkpoint is saved.
+
+    Attributes:
+        save_latest: Whether ``latest`` names it.
+        exclude_frozen: Whether parameters that require no gradient are left out.
+        keep_last: How many checkpoints stay in the folder, or None for all.
+    """
+
+    save_latest: bool = True
+    exclude_frozen: bool = False
+    keep_last: int | None = None
+
+
+class Saver:
+    """Saves the checkpoints of one run, in the foreground or in the background; one at a time."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+        self._staged: dict[str, torch.Tensor] = {}
+
+    def wait(self) -> None:
+        """Local. Wait until the checkpoint that is being saved in the background is complete.
+
+        Raises:
+            CheckpointError: If it could not be saved.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def save(
+        self, save_dir: Path, tag: str, more: Mapping[str, Any], global_steps: int, options: Options, background: bool
+    ) -> None:
+        """Collective. Save the run; ``more`` is plain data of the first rank that belongs to it.
+
+        Raises:
+            CheckpointError: On every rank, with nothing visible, if one rank cannot write, or something in the state
+                is not plain data.
+            ValueError: If ``tag`` cannot be the name of a folder.
+        """
+        folders.check_tag(tag)
+        self.wait()
+        axes, is_first = self._run.sharding.axes, self._run.is_first
+        excluded = set()
+        if options.exclude_frozen:
+            slots = self._run.sharding.slots
+            excluded = {name for name in slots if not self._run.sharding.shard(name).requires_grad}
+        captured = capture(self._run, excluded)
+        trees: dict[str, Packed] = {}
+
+        def prepare() -> str:
+            trees[_own(axes.rank)] = Packed.of(captured.own, "state of this rank")
+            if is_first:
+                trees[SHARED] = Packed.of({**captured.shared, **more}, "state")
+                return str(folders.begin(save_dir, tag))
+            return ""
+
+        folder = Path(_together(axes, prepare, f"save of {tag}")[0])
+        _together(axes, functools.partial(_check_shared, folder), "look for the folder")
+        manifest = Manifest(
+            format=FORMAT, zerofunc=__version__, torch=torch.__version__, saved_at=_now(), global_steps=global_steps,
+            stage=self._run.sharding.stage, num_ranks=axes.num_ranks, optimizer=self._run.optimizer_name,
+            ties=self._run.ties(), excluded=tuple(sorted(excluded)), tensors={}, files={},
+        )  # fmt: skip
+        pieces = captured.pieces
+        if background:
+            pieces = {name: self._stage(name, piece) for name, piece in pieces.items()}
+            trees = {name: tree.copied() for name, tree in trees.items()}
+        complete = functools.partial(_complete, folder, manifest, options)
+        writer = PieceWriter(folder, axes.rank, pieces, trees, complete)
+        write = functools.partial(_write, writer, axes.background_group(), axes)
+        if not background:
+            write()
+            return
+        self._thread = self._thread or ThreadPoolExecutor(1, "zerofunc-checkpoint")
+        self._pending = self._thread.submit(write)
+        self._pending.add_done_callback(_log_failure)
+
+    def _stage(self, name: str, piece: Piece) -> Piece:
+        """A copy in memory of the CPU, which is used again by the next save."""
+        buffer = self._staged.get(name)
+        if buffer is None or buffer.shape != piece.part.shape or buffer.dtype != piece.dtype:
+            is_pinned = piece.part.device.type != "cpu"
+            buffer = torch.empty(piece.part.shape, dtype=piece.dtype, pin_memory=is_pinned)
+            self._staged[name] = buffer
+        buffer.copy_(piece.part)
+        return Piece(buffer, piece.start, piece.full_shape)
+
+
+def _check_shared(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}, which the first rank has made, is not there; save to a folder that all share")
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat()
+
+
+def _together(axes: Axes, step: Callable[[], Any], label: str) -> list[Any]:
+    """Collective. What each rank's ``step`` gives; an error of any rank is raised on all."""
+    result, problem = None, None
+    try:
+        result = step()
+    except (CheckpointError, OSError, TypeError, ValueError) as error:
+        problem = error
+    found = axes.gather_objects((result, problem), label)
+    failed = {rank: error for rank, (_, error) in enumerate(found) if error is not None}
+    if failed:
+        raise _failure(failed, label) from problem
+    return [one for one, _ in found]
+
+
+def _failure(failed: Mapping[int, BaseException], label: str) -> CheckpointError:
+    """One error for what has failed on some ranks."""
+    texts: dict[str, list[int]] = {}
+    for rank, error in failed.items():
+        texts.setdefault(str(error) or type(error).__name__, []).append(rank)
+    told = "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in texts.items())
+    return CheckpointError(f"{label}: {told}")
+
+
+def _log_failure(future: Future[None]) -> None:
+    if (error := future.exception()) is not None:
+        _logger.error("a checkpoint was not saved; the next save, or wait_for_checkpoint(), raises this: %s", error)
+
+
+def _write(writer: PieceWriter, group: Any, axes: Axes) -> None:
+    """Collective on ``group``. Write all files; the first rank completes the checkpoint, or removes them."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        dcp_save(
+            dict(writer.pieces), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
+        )
+    except BaseException as error:
+        if writer.rank == 0:
+            shutil.rmtree(writer.folder, ignore_errors=True)
+        raise _explained(error, axes, f"save of {writer.folder.name}") from error
+
+
+def _explained(error: BaseException, axes: Axes, label: str) -> BaseException:
+    """A failure inside DCP, in the words of whoever met it."""
+    if isinstance(error, CheckpointException):
+        return _failure({rank: wrapped[0] for rank, wrapped in error.failures.items()}, label)
+    if isinstance(error, RuntimeError) and not isinstance(error, CheckpointError) and axes.num_ranks > 1:
+        return max((axes.shard, axes.replicate), key=lambda axis: axis.size).lost(label, error)
+    return error
+
+
+def _complete(
+    folder: Path, manifest: Manifest, options: Options, tensors: dict[str, StoredTensor], headers: dict[str, str]
+) -> None:
+    """Local, on the first rank. Write the table and let the checkpoint be seen."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        checksum = headers.get(path.name) or file_checksum(path)
+        files[path.name] = StoredFile(nbytes=path.stat().st_size, checksum=checksum)
+    write_manifest(folder, manifest.model_copy(update={"tensors": tensors, "files": files}))
+    folders.commit(folder, options.save_latest)
+    if options.keep_last is not None:
+        folders.keep_last(folder.parent, options.keep_last, folder.name)
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was loaded.
+
+    Attributes:
+        folder: Where it lies.
+        shared: The plain data that is the same on all ranks, with what :meth:`Saver.save` was given beside the run.
+    """
+
+    folder: Path
+    shared: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Examined:
+    """A checkpoint that is whole and fits: its table, and the plain data of all ranks and of one."""
+
+    manifest: Manifest
+    shared: dict[str, Any]
+    own: dict[str, Any]
+
+
+@torch.no_grad()
+def load(run: Run, load_dir: Path, tag: str | None, wanted: Wanted) -> Loaded | None:
+    """Collective. Load a checkpoint into a run.
+
+    All files are verified, and all names and shapes compared, before anything is changed.
+
+    Returns:
+        None if ``tag`` is None and the folder has no ``latest``.
+
+    Raises:
+        CheckpointError: On every rank, with nothing changed, if the checkpoint is missing, damaged, or does not fit.
+    """
+    axes = run.sharding.axes
+    name = _together(axes, functools.partial(_look, load_dir, tag), f"load of {tag or 'the latest checkpoint'}")[0]
+    if name is None:
+        return None
+    folder, label = load_dir / name, f"load of {load_dir / name}"
+    found: list[_Examined] = []
+    _together(axes, lambda: found.append(_examine(run, folder, wanted)), label)
+    manifest, shared, own = found[0].manifest, found[0].shared, found[0].own
+    pieces = targets(run, manifest, wanted)
+    _read(pieces, PieceReader(folder, manifest), axes, label)
+    own_again = own if manifest.num_ranks == axes.num_ranks else None
+    restore(run, pieces, shared, own_again)
+    if wanted.optimizer and run.optimizer is not None and manifest.optimizer is not None:
+        restore_optimizer(run, pieces, shared, own_again)
+    if wanted.scheduler and run.scheduler is not None and shared["scheduler"] is not None:
+        run.scheduler.load_state_dict(shared["scheduler"])
+    if wanted.progress and own_again is not None:
+        set_random_state(own["random"])
+    elif wanted.progress:
+        _logger.info("%s was saved by %d ranks: random numbers are not those of that run", folder, manifest.num_ranks)
+        seed_from(own["random"], axes.rank)
+    return Loaded(folder, shared)
+
+
+def _examine(run: Run, folder: Path, wanted: Wanted) -> _Examined:
+    """Local. Verify this rank's share, and that all of it fits; the loader goes to its place, if it can."""
+    axes, manifest = run.sharding.axes, read_manifest(folder)
+    verify(folder, manifest, axes.rank, axes.num_ranks)
+    shared = read_packed(folder / SHARED)
+    if problems := misfits(run, manifest, shared, wanted):
+        raise CheckpointError(f"{folder} does not fit this run: {'; '.join(problems)}")
+    own = read_packed(folder / _own(axes.rank % manifest.num_ranks))
+    if wanted.progress and run.loader is not None and "loader" in own:
+        run.loader.load_state_dict(own["loader"])
+    return _Examined(manifest, shared, own)
+
+
+def _read(pieces: Mapping[str, Piece], reader: PieceReader, axes: Axes, label: str) -> None:
+    """Collective. Read what is wanted where it is wanted."""
+    group = axes.background_group()
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        dcp_load(dict(pieces), storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+    except BaseException as error:
+        raise _explained(error, axes, label) from error
+
+
+def _look(load_dir: Path, tag: str | None) -> str | None:
+    tag = tag if tag is not None else folders.latest(load_dir)
+    return None if tag is None else folders.find(load_dir, tag).name

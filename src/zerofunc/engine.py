@@ -394,7 +394,8 @@ class Engine(Readings, Checkpointing, nn.Module):
 
     def destroy(self) -> None:
         """Local. Finish the monitors and a save in the background. The module may be used without the engine."""
-        self.wait_for_checkpoint()
+        if self._saver is not None:
+            self._saver.close()
         self._progress.close()
         self._reducer.guard = lambda: None
 

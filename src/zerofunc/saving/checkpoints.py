@@ -6,6 +6,7 @@ import datetime
 import functools
 import logging
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ from zerofunc.version import __version__
 _logger = logging.getLogger(__name__)
 
 SHARED = "shared.safetensors"
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # DCP's, of one rank
 
 
 def _own(rank: int) -> str:
@@ -78,6 +80,7 @@ class Saver:
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._staged: dict[str, torch.Tensor] = {}
+        self._locks: set[folders.Lock] = set()
 
     def wait(self) -> None:
         """Local. Wait until the checkpoint that is being saved in the background is complete.
@@ -88,6 +91,11 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+
+    def close(self) -> None:
+        """Local. Wait likewise, and let other processes save into the folders that this run has saved into."""
+        self.wait()
+        self._locks.clear()
 
     def save(
         self, save_dir: Path, tag: str, more: Mapping[str, Any], global_steps: int, options: Options, background: bool
@@ -113,6 +121,7 @@ class Saver:
             trees[_own(axes.rank)] = Packed.of(captured.own, "state of this rank")
             if is_first:
                 trees[SHARED] = Packed.of({**captured.shared, **more}, "state")
+                self._locks.add(folders.lock(save_dir))
                 return str(folders.begin(save_dir, tag))
             return ""
 

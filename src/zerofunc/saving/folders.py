@@ -13,6 +13,7 @@ import fcntl
 import logging
 import os
 import shutil
+import weakref
 from pathlib import Path
 from typing import IO
 
@@ -23,7 +24,6 @@ _logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 _SAVING, _REPLACED, _LOCK = ".saving-", ".replaced-", ".lock"
-_locks: dict[Path, IO[str]] = {}  # folders that this process saves into, until it ends
 
 
 def check_tag(tag: str) -> None:
@@ -33,14 +33,14 @@ def check_tag(tag: str) -> None:
 
 
 def begin(save_dir: Path, tag: str) -> Path:
-    """Local, on the first rank. An empty folder to write a checkpoint into; what was left of killed saves is removed.
+    """Local, on the first rank. An empty folder to write a checkpoint into; what killed saves have left is removed.
+
+    ``save_dir`` is locked.
 
     Raises:
-        CheckpointError: If another process saves into ``save_dir``, or ``tag`` names something else than a checkpoint.
+        CheckpointError: If ``tag`` names something else than a checkpoint.
         OSError: If the disk refuses.
     """
-    save_dir.mkdir(parents=True, exist_ok=True)
-    _lock(save_dir)
     clean(save_dir)
     if (save_dir / tag).exists() and not (save_dir / tag / NAME).is_file():
         raise CheckpointError(f"{save_dir / tag} exists and is not a checkpoint of zerofunc; save under another tag")
@@ -133,22 +133,41 @@ def find(save_dir: Path, tag: str) -> Path:
     raise CheckpointError(f"{save_dir} has no checkpoint {tag!r}; {known}")
 
 
-def _lock(save_dir: Path) -> None:
+class Lock:
+    """The right to save into a folder, as long as this object lives; one for all that save there in this process."""
+
+    def __init__(self, file: IO[str]) -> None:
+        weakref.finalize(self, file.close)
+
+
+_locks: weakref.WeakValueDictionary[Path, Lock] = weakref.WeakValueDictionary()
+
+
+def lock(save_dir: Path) -> Lock:
+    """Local, on the first rank. Make the folder, and take the right to save into it.
+
+    Raises:
+        CheckpointError: If another process has it.
+        OSError: If the disk refuses.
+    """
+    save_dir.mkdir(parents=True, exist_ok=True)
     path = save_dir.resolve()
-    if path in _locks:
-        return
+    if (held := _locks.get(path)) is not None:
+        return held
     file = (path / _LOCK).open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            _logger.warning("%s: no lock on this file system (%s); let only one job save there", save_dir, error)
-            return
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        file.close()
-        raise CheckpointError(f"{save_dir} is being saved into by {holder}; let each job save into its own") from error
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise CheckpointError(
+                f"{save_dir} is being saved into by {holder}; let each job save into a folder of its own"
+            ) from error
+        _logger.warning("%s: no lock on this file system (%s); let only one job save there", save_dir, error)
     file.truncate(0)
     file.write(f"process {os.getpid()} of {os.uname().nodename}")
     file.flush()
-    _locks[path] = file
+    made = _locks[path] = Lock(file)
+    return made

@@ -158,8 +158,9 @@ def _capture_optimizer(run: Run, pieces: dict[str, Piece]) -> tuple[dict[str, An
                 continue
             for key, value in run.optimizer.state.get(shard, {}).items():
                 if torch.is_tensor(value) and value.dim() and (is_whole or value.shape == shard.shape):
-                    whole = Piece(value.detach().reshape(-1), 0, value.shape) if is_whole else None
-                    pieces[f"optimizer/{key}/{name}"] = whole or run.piece(name, value)
+                    flat = value.detach().reshape(-1)
+                    piece = Piece(flat, 0, value.shape) if is_whole else run.piece(name, flat)
+                    pieces[f"optimizer/{key}/{name}"] = piece
                 elif torch.is_tensor(value) and value.dim():
                     odd.setdefault(name, {})[key] = value
                 elif is_whole or run.is_first:
@@ -361,8 +362,10 @@ def _entries(run: Run, read: Mapping[str, Piece], values: list[Mapping[str, Any]
             is_whole = run.is_whole(run.sharding.shard(name))
             entries.setdefault(name, {})[key] = piece.part.view(piece.full_shape) if is_whole else piece.part
     for name, more in (item for one in values for item in one.items()):
-        if name in run.sharding.slots:
-            shard = run.sharding.shard(name)
-            if not run.is_whole(shard) or run.owns(shard):
-                entries.setdefault(name, {}).update(more)
+        page_and_index = run.sharding.slots.get(name)
+        if page_and_index is None or not page_and_index[0].layout.slots[page_and_index[1]].numel:
+            continue  # an empty parameter has no tensors stored: its state begins anew
+        shard = run.sharding.shard(name)
+        if not run.is_whole(shard) or run.owns(shard):
+            entries.setdefault(name, {}).update(more)
     return entries

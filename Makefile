@@ -3,7 +3,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 STAGE ?= 3
 
-.PHONY: demo test test-slow test-zoo check verify bench clean
+.PHONY: demo test test-slow test-zoo test-faults check verify bench clean
 
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/meanflow_digits.py --stage $(STAGE) --out demo
@@ -13,7 +13,11 @@ test: $(READY)
 
 # Every transform of every model of verify, and what else takes long: about an hour.
 test-slow: $(READY)
-	$(BIN)/python -m pytest -q -m "slow and not zoo"
+	$(BIN)/python -m pytest -q -m "slow and not zoo and not faults"
+
+# Checkpoints whose run is killed at every point of a save or a load, damaged ones, disks that refuse.
+test-faults: $(READY)
+	$(BIN)/python -m pytest -q -m "faults or not faults" tests/test_saving_faults.py
 
 # Architectures of transformers, message passing, potentials: about an hour. Writes docs/zoo.md.
 test-zoo: $(READY)

@@ -15,6 +15,9 @@ ABOUT_REDUCTION = {"test_training", "test_accumulation", "test_memory"}
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Stages 1 and 2 are slow tests where 3 is tested as well: on one rank, and in files that do not ask about them."""
+    for item in items:
+        if item.get_closest_marker("faults"):
+            item.add_marker(pytest.mark.slow)
     staged = [(item, item.callspec.params) for item in items if "stage" in getattr(item, "callspec", NONE).params]
     with_stage_3 = {item.function for item, parameters in staged if parameters["stage"] == 3}
     for item, parameters in staged:

@@ -127,6 +127,7 @@ def test_the_own_section_is_read() -> None:
         "second_order": True,
         "timeout_s": 30,
         "unsplit": ["moe"],
+        "checkpoint": {"asynchronous": True, "keep_last": 3},
     }
     assert load(zerofunc=given_section).zerofunc.model_dump() == given_section
 

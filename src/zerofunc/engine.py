@@ -20,13 +20,13 @@ from torch.utils.data import Dataset, Sampler
 
 from zerofunc.accumulation import Accumulation
 from zerofunc.batch_losses import LossFunction, loss_of, on_device
-from zerofunc.checkpointing import Checkpointing
 from zerofunc.config import Config
 from zerofunc.data import RankLoader, RepeatingLoader, rank_loader
 from zerofunc.kernels.selection import explain_second_order
 from zerofunc.precision import autocast, cast_floating, input_dtype, loss_scaler
 from zerofunc.progress import Progress, Step, log_state
 from zerofunc.readings import Readings
+from zerofunc.resumable import Resumable
 from zerofunc.sharding import Usage, sharding_of, shards
 from zerofunc.trees import clip_factor, grad_norm, mean, overflowing, scale_gradients
 
@@ -45,7 +45,7 @@ def _expected_backward() -> Iterator[None]:
         _engine_backwards.pop()
 
 
-class Engine(Readings, Checkpointing, nn.Module):
+class Engine(Readings, Resumable, nn.Module):
     """A sharded module with what trains it. Made by :func:`zerofunc.initialize`.
 
     ``engine(...)`` is ``engine.module(...)``, to be transformed by torch.func as it is. Attributes that the engine

@@ -204,7 +204,7 @@ def _write(writer: PieceWriter, group: Any, axes: Axes) -> None:
     except BaseException as error:
         if writer.rank == 0:
             shutil.rmtree(writer.folder, ignore_errors=True)
-        raise _explained(error, axes, f"save of {writer.folder.name}") from error
+        raise _explained(error, axes, f"save into {writer.folder.parent}") from error
 
 
 def _explained(error: BaseException, axes: Axes, label: str) -> BaseException:

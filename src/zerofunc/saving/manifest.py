@@ -11,7 +11,7 @@ import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from zerofunc.saving.files import DTYPES, TensorFile, file_checksum, write_bytes
+from zerofunc.saving.files import DTYPES, TensorFile, file_checksum, header_checksum, write_bytes
 
 NAME = "checkpoint.json"
 FORMAT = 1
@@ -187,15 +187,16 @@ def verify(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) ->
         if size != stored.nbytes:
             raise CheckpointError(f"{path} has {size} bytes, of {stored.nbytes} that were written{_REMEDY}")
         try:
-            if name not in chunks:
-                if file_checksum(path) != stored.checksum:
-                    raise CheckpointError(f"{path} is damaged: its checksum differs{_REMEDY}")
+            has_checksums = name in chunks
+            if (header_checksum if has_checksums else file_checksum)(path) != stored.checksum:
+                raise CheckpointError(f"{path} is damaged{' in its header' if has_checksums else ''}{_REMEDY}")
+            if not has_checksums:
                 continue
             with TensorFile(path) as file:
-                for key, checksum in [("", stored.checksum), *chunks[name]]:
+                for key, checksum in chunks[name]:
                     turn += 1
-                    if (not key or turn % shares == share) and file.checksum(key) != checksum:
-                        raise CheckpointError(f"{path} is damaged in {key or 'its header'}{_REMEDY}")
+                    if turn % shares == share and file.checksum(key) != checksum:
+                        raise CheckpointError(f"{path} is damaged in {key}{_REMEDY}")
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{path} is damaged: {error}{_REMEDY}") from error
 

@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 Folder = str | os.PathLike[str]
 
 
-class Checkpointing:
+class Resumable:
     """The part of :class:`zerofunc.Engine` that saves and loads."""
 
     module: nn.Module

@@ -1,12 +1,15 @@
 """Loaders: every sample once on some rank, another order in every epoch, and a stream that can be resumed anywhere."""
 
 import itertools
+import json
 import math
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import distributed as dist
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, SequentialSampler, TensorDataset
 
 import zerofunc
 from reference import Net, build, config
@@ -126,6 +129,148 @@ def test_a_stateful_stream_is_not_read_again():
     assert read + as_numbers(after) == as_numbers(rank_loader(StatefulStream(40), 2, 2, 0))
     assert after.dataset.dataset.num_read <= 40 - 18
     assert sum(as_numbers(after), []) == list(range(100, 140, 2)), "the second epoch"
+
+
+def loaders_of(make, size, batch_size, num_ranks, state=None, **options):
+    """The loaders of all ranks, in one process, which continue where a run on any number of ranks stood: plain data."""
+    loaders = [rank_loader(make(size), batch_size, num_ranks, rank, **options) for rank in range(num_ranks)]
+    for loader in loaders if state else []:
+        loader.load_state_dict(json.loads(json.dumps(state)))
+    return loaders
+
+
+def samples_of(streams, num_steps=None):
+    """The samples that all ranks are given in their next steps, in the order of the epoch."""
+    steps = itertools.zip_longest(*(itertools.islice(stream, num_steps) for stream in streams), fillvalue=[[]])
+    rows = [row for step in steps for row in itertools.zip_longest(*([] if b == [[]] else as_number(b) for b in step))]
+    return [sample for row in rows for sample in row if sample is not None]
+
+
+SOURCES = [numbers, Stream, StatefulStream]
+
+
+@pytest.mark.parametrize("make", SOURCES)
+def test_a_run_continues_on_other_numbers_of_ranks(make):
+    whole = loaders_of(make, 25, 1, 1)
+    epochs = [samples_of(whole) for _ in range(3)]
+    first = loaders_of(make, 25, 3, 2)
+    assert samples_of(first) and first[0].state_dict()["loader"] == {}, "the end of an epoch"
+    second = loaders_of(make, 25, 2, 1, first[0].state_dict())
+    begun = samples_of(map(RepeatingLoader, second), 4)
+    third = loaders_of(make, 25, 3, 2, second[0].state_dict())
+    begun += samples_of(map(iter, third), 1)
+    last = loaders_of(make, 25, 1, 4, third[0].state_dict())
+    begun += samples_of(last)
+    assert begun[:25] == epochs[1]
+    assert begun[25:] == (epochs[1][:1] if make is numbers else []), "11 are left for 4 ranks"
+    assert samples_of(last)[:25] == epochs[2]
+
+
+@given(
+    st.sampled_from(SOURCES), st.integers(1, 40), *[st.tuples(st.integers(1, 4), st.integers(1, 4))] * 2,
+    st.integers(0, 6), st.booleans(),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_no_sample_is_repeated_or_skipped(make, size, before, after, num_steps, drops_last):
+    drops_last = drops_last and make is numbers  # ranks end unevenly on a stream
+    assume(
+        not drops_last or all(math.ceil(size / num_ranks) >= batch_size for batch_size, num_ranks in (before, after))
+    )
+    first = loaders_of(make, size, *before, drop_last=drops_last)
+    num_steps = min(num_steps, len(rank_loader(numbers(size), *before, 0, drop_last=drops_last)))
+    begun = samples_of(map(iter, first), num_steps)
+    second = loaders_of(make, size, *after, first[0].state_dict(), drop_last=drops_last)
+    begun += samples_of(second)
+    order = samples_of(loaders_of(make, size, 1, 1))
+    assert begun == list(itertools.islice(itertools.cycle(order), len(begun)))
+    assert len(begun) < size + (max(before[1], after[1]) if make is numbers else 1)
+    assert len(begun) > size - (math.prod(after) if drops_last else 1)
+    fresh = loaders_of(make, size, *after, drop_last=drops_last)
+    assert samples_of(fresh) and samples_of(fresh) == samples_of(second), "the second epoch"
+
+
+@pytest.mark.parametrize("make", SOURCES)
+def test_a_run_continues_with_another_number_of_workers(make):
+    num_workers = {numbers: 2}.get(make, 1)
+    first = loaders_of(make, 20, 2, 2, num_workers=num_workers)
+    begun = samples_of(map(iter, first), 2)
+    second = loaders_of(make, 20, 3, 1, first[0].state_dict())
+    begun += samples_of(map(iter, second), 1)
+    third = loaders_of(make, 20, 4, 1, second[0].state_dict(), num_workers=num_workers)
+    whole = loaders_of(make, 20, 1, 1)
+    assert begun + samples_of(third) == samples_of(whole)
+    assert samples_of(third) == samples_of(whole), "the second epoch"
+
+
+def test_a_stateful_stream_is_not_read_again_by_more_ranks():
+    first = loaders_of(StatefulStream, 40, 4, 2)
+    samples_of(map(iter, first), 3)
+    second = loaders_of(StatefulStream, 40, 4, 3, first[0].state_dict())
+    assert samples_of(second) == list(range(24, 40))
+    assert max(loader.dataset.dataset.num_read for loader in second) == 40 - 23, "the last was rank 1's"
+
+
+def test_the_same_ranks_may_change_their_micro_batch():
+    for make in SOURCES:
+        loader, larger = rank_loader(make(20), 2, 2, 1), rank_loader(make(20), 3, 2, 1)
+        begun = as_numbers(itertools.islice(loader, 2))
+        larger.load_state_dict(loader.state_dict())
+        assert sum(begun + as_numbers(larger), []) == sum(as_numbers(rank_loader(make(20), 2, 2, 1)), [])
+
+
+def test_an_order_of_the_user_is_kept():
+    loaders = [rank_loader(numbers(12), 2, num_ranks, 0) for num_ranks in (2, 1)]
+    for loader in loaders:
+        loader.reshuffles = False
+    loaders[0].sampler.seed = 5
+    loaders[0].sampler.set_epoch(7)
+    whole = rank_loader(numbers(12), 2, 1, 0)
+    whole.reshuffles, whole.sampler.seed = False, 5
+    whole.sampler.set_epoch(7)
+    next(iter(loaders[0]))
+    loaders[1].load_state_dict(loaders[0].state_dict())
+    assert flat(loaders[1]) == flat(whole)[4:]
+    assert flat(loaders[1]) == flat(whole)
+
+
+def test_a_loader_returns_to_a_state_while_it_is_repeated():
+    loader = rank_loader(numbers(6), 2, 1, 0)
+    batches = RepeatingLoader(loader)
+    flat(itertools.islice(batches, 1))
+    states, expected = [loader.state_dict()], [flat(itertools.islice(batches, 2))]
+    states, expected = [*states, loader.state_dict()], [*expected, flat(itertools.islice(batches, 3))]
+    for state, samples in zip(states, expected, strict=True):
+        loader.load_state_dict(state)
+        assert flat(itertools.islice(batches, len(samples) // 2)) == samples
+
+
+def splitting(size):
+    stream = Stream(size)
+    stream.splits_by_rank = True
+    return stream
+
+
+@pytest.mark.parametrize(
+    "make, options",
+    [
+        (numbers, {"sampler": SequentialSampler(range(12))}),
+        (splitting, {}),
+        (Stream, {"num_workers": 2}),
+    ],
+)
+def test_other_ranks_are_refused_where_it_is_unknown_what_is_left(make, options):
+    before, alike = (rank_loader(make(12), 2, 2, 0, **options) for _ in range(2))
+    other = rank_loader(make(12), 2, 3, 0, **options)
+    other.load_state_dict(before.state_dict())
+    batches = iter(before)
+    next(batches)
+    with pytest.raises(ValueError, match="by 2 ranks with . workers each; this loader is for 3 ranks .* resume on as"):
+        other.load_state_dict(before.state_dict())
+    alike.load_state_dict(before.state_dict())
+    rest = as_numbers(batches)
+    assert as_numbers(alike) == rest
+    other.load_state_dict(before.state_dict())
+    assert as_numbers(other) == as_numbers(rank_loader(make(12), 2, 3, 0, **options)), "the end of an epoch"
 
 
 def test_an_iterable_dataset_is_dealt_out_unless_it_does_so_itself(caplog):

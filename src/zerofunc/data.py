@@ -20,49 +20,97 @@ class RankLoader(StatefulDataLoader):  # type: ignore[misc] # it has no types
 
     Sampler and dataset are told the number of the epoch by ``set_epoch``, where they have it.
 
-    ``state_dict()`` taken between two batches and given to ``load_state_dict()`` of a loader made alike, on the same
-    number of ranks, continues the stream as if it had not been interrupted, with workers too.
+    ``state_dict()`` taken between two batches and given to ``load_state_dict()`` of a loader made alike continues the
+    stream as if it had not been interrupted, with workers too. On another number of ranks, or with other micro-batches
+    or workers, it continues with the samples of the epoch that no rank has been given yet, in the same order.
 
     Attributes:
+        num_ranks: Number of data-parallel ranks that have such a loader.
         reshuffles: Whether they are told; otherwise epochs have the same order unless the user tells them.
         epoch: The epoch that is running, or ran last; -1 before the first.
     """
 
-    def __init__(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> None:
+    def __init__(self, dataset: Dataset[Any], batch_size: int, num_ranks: int = 1, **options: Any) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # a call of torchdata's
             super().__init__(dataset, batch_size, **options)
+        self.num_ranks = num_ranks
         self.reshuffles = True
         self.epoch = -1
-        self._is_finished = False
-        self._resumed: dict[str, Any] | None = None  # a state in the middle of an epoch, until it is iterated
+        self._is_running = False
+        self._start = self._num_given = 0  # samples of the epoch given to all ranks: before this iteration, by now
+        self._loaded: dict[str, Any] | None = None  # a state, until it is iterated
 
     def __iter__(self) -> Iterator[Any]:
-        """One epoch, or the rest of one that is resumed."""
-        if self._resumed is None:
+        """One epoch, or the rest of one that is resumed; it ends where another state is loaded meanwhile."""
+        if self._loaded is None or not self._loaded["loader"]:
             self.epoch += 1
-        self._resumed, self._is_finished = None, False
+            self._start = self._num_given = 0
+        self._loaded, self._is_running = None, True
         if self.reshuffles:
             _set_epoch(self.sampler, self.epoch)
             _set_epoch(self.dataset, self.epoch)
-        yield from super().__iter__()
-        self._is_finished = True
+        if self._source is not None:
+            self._source.start = self._start
+        for batch in super().__iter__():
+            self._num_given += self.batch_size * self.num_ranks
+            yield batch
+            if self._loaded is not None:
+                return
+        self._is_running = False
+
+    @property
+    def _source(self) -> _RankSampler | _Slice | None:
+        """What deals out one order to all ranks, if they have together been given the beginning of it."""
+        if isinstance(self.sampler, _RankSampler):
+            return self.sampler
+        is_one_stream = isinstance(self.dataset, _Slice) and self.dataset.num_ranks == self.num_ranks
+        return self.dataset if is_one_stream and self.num_workers <= 1 else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands: to be saved on every rank."""
-        if self._resumed is not None:
-            return self._resumed
-        state = {"epoch": self.epoch, "is_finished": self._is_finished, "loader": {}}
-        if self.epoch >= 0 and not self._is_finished:
-            state["loader"] = super().state_dict()
-        return state
+        """Where the stream stands: to be saved on every rank, and loaded by the same one.
+
+        On another number of ranks all load what rank 0 saved, which is never behind the others. It consists of dicts,
+        numbers and None, and of what samplers and datasets with a ``state_dict`` of their own add.
+        """
+        if self._loaded is not None:
+            return self._loaded
+        has_order = isinstance(self.sampler, _RankSampler)
+        return {
+            "num_ranks": self.num_ranks,
+            "num_workers": self.num_workers,
+            "epoch": self.epoch,
+            "start": self._start,
+            "num_given": None if self._source is None else self._num_given,
+            "order": {name: getattr(self.sampler, name) for name in ("epoch", "seed", "shuffle")} if has_order else {},
+            "loader": super().state_dict() if self._is_running else {},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with the next iteration where a stream stood."""
-        self.epoch = state_dict["epoch"]
-        self._is_finished = state_dict["is_finished"]
-        self._resumed = state_dict if state_dict["loader"] else None
-        super().load_state_dict(state_dict["loader"])
+        """Continue with the next iteration where a stream stood.
+
+        Raises:
+            ValueError: If it stood in the middle of an epoch, on another number of ranks or with another number of
+                workers, and it is not known which samples all of them were given.
+        """
+        inner, num_ranks, num_workers = (state_dict[name] for name in ("loader", "num_ranks", "num_workers"))
+        is_alike = (num_ranks, num_workers) == (self.num_ranks, self.num_workers)
+        if inner and not is_alike and (state_dict["num_given"] is None or self._source is None):
+            raise ValueError(
+                f"state_dict was saved in the middle of an epoch by {num_ranks} ranks with {num_workers} workers each; "
+                f"this loader is for {self.num_ranks} ranks with {self.num_workers}. With a sampler of your own, an "
+                "iterable dataset that splits_by_rank, or one read by several workers, it is not known which samples "
+                "are left: resume on as many ranks and workers, or from a state saved at the end of an epoch"
+            )
+        self._loaded, self.epoch = state_dict, state_dict["epoch"]
+        self._num_given = state_dict["num_given"] or 0
+        self._start = state_dict["start"] if is_alike else self._num_given
+        if isinstance(self.sampler, _RankSampler):
+            vars(self.sampler).update(state_dict["order"])
+        if isinstance(self.dataset, _Slice):  # a worker would not bring back that the rest has been read
+            resumes_here = not (is_alike or self.num_workers)
+            self.dataset.load_state_dict(inner.get("dataset_state", {}) if resumes_here else {})
+        super().load_state_dict(inner if is_alike else {})
 
 
 class RepeatingLoader:
@@ -86,7 +134,7 @@ class RepeatingLoader:
         Raises:
             ValueError: If the loader is empty.
         """
-        for _ in range(2):
+        for _ in range(3):  # an epoch that has ended, perhaps a resumed one with nothing left, a whole one
             if self._batches is None:
                 self._batches = iter(self.loader)
             for batch in self._batches:
@@ -95,16 +143,60 @@ class RepeatingLoader:
         raise ValueError("the loader that RepeatingLoader repeats has no batch")
 
 
+class _RankSampler(DistributedSampler[Any]):
+    """torch's, which can begin an epoch behind the samples that were given out before.
+
+    Attributes:
+        start: How many all ranks together were given.
+    """
+
+    start = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """Every n-th index of the rest, which is filled up with the first of the epoch so that ranks have as many."""
+        whole: DistributedSampler[Any] = DistributedSampler(self.dataset, 1, 0, self.shuffle, self.seed)
+        whole.set_epoch(self.epoch)
+        order = list(whole)
+        rest = order[self.start :]
+        rest += itertools.islice(itertools.cycle(order), -len(rest) % self.num_replicas)
+        return iter(rest[self.rank :: self.num_replicas])
+
+
 class _Slice(IterableDataset[Any]):
-    """Every n-th sample of a stream, from this rank's first one on."""
+    """Every n-th sample of a stream, from this rank's first one on.
+
+    Attributes:
+        start: How many samples all ranks together were given before.
+    """
+
+    start = 0
 
     def __init__(self, dataset: IterableDataset[Any], num_ranks: int, rank: int) -> None:
         self.dataset = dataset
         self.num_ranks = num_ranks
         self.rank = rank
+        self._is_stateful = hasattr(dataset, "state_dict")
+        self._loaded: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self.dataset, self.rank, None, self.num_ranks)
+        """The rest of what was loaded, once, even if it is never read; then the stream from ``start`` on."""
+        state, self._loaded = self._loaded, {}
+        self._num_read = state.get("num_read", 0)
+        self._num_given = state.get("num_given", self.start)
+        self._is_ended = state.get("is_ended", False)
+        if self._is_ended:  # which the stream need not know itself
+            return iter(())
+        if state.get("stream") is not None:
+            self.dataset.load_state_dict(state["stream"])  # type: ignore[attr-defined]
+        return self._rest()
+
+    def _rest(self) -> Iterator[Any]:
+        for sample in self.dataset:
+            self._num_read += 1
+            if self._num_read > self._num_given + self.rank:
+                self._num_given += self.num_ranks
+                yield sample
+        self._is_ended = True
 
     def __len__(self) -> int:
         """Number of samples of this rank, where the stream knows its own."""
@@ -114,40 +206,15 @@ class _Slice(IterableDataset[Any]):
         """Tell the stream which epoch begins, if it asks."""
         _set_epoch(self.dataset, epoch)
 
-
-class _StatefulSlice(_Slice):
-    """A slice of a stream that can say where it stands."""
-
-    def __init__(self, dataset: IterableDataset[Any], num_ranks: int, rank: int) -> None:
-        super().__init__(dataset, num_ranks, rank)
-        self._skipped = self._first_skipped = rank  # samples of other ranks before the next one of this rank
-        self._is_ended = self._is_first_ended = False
-
-    def __iter__(self) -> Iterator[Any]:
-        """The rest of what was loaded, once, even if it is never read; then the stream from its start."""
-        self._skipped, self._first_skipped = self._first_skipped, self.rank
-        self._is_ended, self._is_first_ended = self._is_first_ended, False
-        return iter(()) if self._is_ended else self._rest()
-
-    def _rest(self) -> Iterator[Any]:
-        for sample in self.dataset:
-            if self._skipped:
-                self._skipped -= 1
-            else:
-                self._skipped = self.num_ranks - 1
-                yield sample
-        self._is_ended = True
-
     def state_dict(self) -> dict[str, Any]:
-        """The stream's own state, and which of its samples is this rank's next one."""
-        stream = self.dataset.state_dict()  # type: ignore[attr-defined]
-        return {"stream": stream, "skipped": self._skipped, "is_ended": self._is_ended}
+        """How many samples all ranks were given, and where the stream stands: at its start if it cannot say that."""
+        stream = self.dataset.state_dict() if self._is_stateful else None  # type: ignore[attr-defined]
+        num_read = self._num_read if self._is_stateful else 0
+        return {"stream": stream, "num_read": num_read, "num_given": self._num_given, "is_ended": self._is_ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stand there when iterated next. A stream that had ended need not know that itself."""
-        self._first_skipped, self._is_first_ended = state["skipped"], state["is_ended"]
-        if not self._is_first_ended:
-            self.dataset.load_state_dict(state["stream"])  # type: ignore[attr-defined]
+        """Stand there when iterated next, whichever rank's state it is."""
+        self._loaded = state
 
 
 def _set_epoch(source: object, epoch: int) -> None:
@@ -201,10 +268,10 @@ def rank_loader(
                 f"{num_ranks} ranks"
             )
         if sampler is None:
-            sampler = DistributedSampler(dataset, num_ranks, rank, shuffle=shuffle)
+            sampler = _RankSampler(dataset, num_ranks, rank, shuffle=shuffle)
     return RankLoader(
-        dataset, batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last, num_workers=num_workers,
-        pin_memory=pin_memory,
+        dataset, batch_size, num_ranks, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last,
+        num_workers=num_workers, pin_memory=pin_memory,
     )  # fmt: skip
 
 
@@ -217,5 +284,4 @@ def _sliced(dataset: IterableDataset[Any], num_ranks: int, rank: int) -> Iterabl
             "already, set its attribute splits_by_rank to True.",
             type(dataset).__name__, num_ranks, num_ranks,
         )  # fmt: skip
-    kind = _StatefulSlice if hasattr(dataset, "state_dict") else _Slice
-    return kind(dataset, num_ranks, rank)
+    return _Slice(dataset, num_ranks, rank)

@@ -299,8 +299,10 @@ def _examine(run: Run, folder: Path, wanted: Wanted) -> _Examined:
     if problems := misfits(run, manifest, shared, wanted):
         raise CheckpointError(f"{folder} does not fit this run: {'; '.join(problems)}")
     own = read_packed(folder / _own(axes.rank % manifest.num_ranks))
-    if wanted.progress and run.loader is not None and "loader" in own:
-        run.loader.load_state_dict(own["loader"])
+    # A loader goes on as one of other ranks only from where all of them start: from the first one's state.
+    position = own if manifest.num_ranks == axes.num_ranks else read_packed(folder / _own(0))
+    if wanted.progress and run.loader is not None and "loader" in position:
+        run.loader.load_state_dict(position["loader"])
     return _Examined(manifest, shared, own)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.dlpack import from_dlpack
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -50,6 +52,14 @@ def alias(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tens
     """
     strides = torch.empty(shape, device="meta").stride()
     return flat.new_empty(0).set_(flat.untyped_storage(), int(flat.storage_offset()) + offset, shape, strides)
+
+
+def own_part(flat: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Like :func:`alias`, with a storage that begins and ends where the tensor does.
+
+    What is saved of a tensor is its storage; and forward mode lays a tangent out like its primal, storage included.
+    """
+    return from_dlpack(flat[start : start + math.prod(shape)]).view(shape).detach()
 
 
 def _references(buffer: torch.Tensor) -> int:

@@ -28,7 +28,7 @@ from zerofunc.progress import Progress, Step, log_state
 from zerofunc.readings import Readings
 from zerofunc.resumable import Resumable
 from zerofunc.sharding import Usage, sharding_of, shards
-from zerofunc.trees import clip_factor, grad_norm, mean, overflowing, scale_gradients
+from zerofunc.trees import clip_factor, full_state, grad_norm, mean, overflowing, scale_gradients
 
 _logger = logging.getLogger("zerofunc.engine")
 
@@ -385,6 +385,30 @@ class Engine(Readings, Resumable, nn.Module):
                 raise ValueError("there is no data_iter, and initialize() was given no training_data")
             self._batches = data_iter = self._batches or iter(RepeatingLoader(self.training_dataloader))
         return on_device(next(data_iter), self.device)
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, rank: int | None = None, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Collective at stage 3. Copies of the module's state in full, on the CPU; names begin with ``module.``.
+
+        Args:
+            *args: With these, or keywords of ``nn.Module.state_dict``, entries are those of ``module.state_dict()``:
+                live, and gathered when they are read.
+            rank: The one rank that gets it, the others an empty dict; by default all do.
+            **kwargs: See ``args``.
+
+        Raises:
+            ValueError: If there is no such rank.
+        """
+        if args or kwargs:
+            return super().state_dict(*args, **kwargs)
+        return {f"module.{name}": value for name, value in full_state(self.module, rank).items()}
+
+    def module_state_dict(
+        self, exclude_frozen_parameters: bool = False, *, rank: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Collective at stage 3. Likewise, with the module's own names, and without frozen parameters if asked."""
+        return full_state(self.module, rank, with_frozen=not exclude_frozen_parameters)
 
     # -- what one asks an engine; more in readings.py ---------------------------------------------------------------
 

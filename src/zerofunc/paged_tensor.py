@@ -73,7 +73,7 @@ class PagedTensor(torch.Tensor):
             meta = torch.empty(slot.shape, dtype=page.dtype, device="meta")
         if torch.is_inference_mode_enabled():  # a view of a parameter shares its version counter
             with torch.inference_mode(False):
-                return PagedTensor(pager, page, slot, meta, chain, taken_at)
+                return cls(pager, page, slot, meta, chain, taken_at)
         self: PagedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
@@ -104,7 +104,9 @@ class PagedTensor(torch.Tensor):
                 f"parameter {self._slot.name!r} was used, and its value is read again after its shards have changed; "
                 "call backward, or what else derives, before the optimizer's step"
             )
-        value = flat.as_strided(self._slot.shape, self._slot.stride, self._slot.offset)
+        return self._through_chain(flat.as_strided(self._slot.shape, self._slot.stride, self._slot.offset))
+
+    def _through_chain(self, value: torch.Tensor) -> torch.Tensor:
         for func, args, kwargs, index in self._chain:
             value = func(value, *args, **kwargs)
             if index is not None:
@@ -118,14 +120,14 @@ class PagedTensor(torch.Tensor):
 
         def wrap(meta: torch.Tensor, index: int | None) -> PagedTensor:
             chain = (*self._chain, (func, args, kwargs, index))
-            return PagedTensor(self._pager, self._page, self._slot, meta, chain, taken_at)
+            return type(self)(self._pager, self._page, self._slot, meta, chain, taken_at)
 
         if isinstance(metas, torch.Tensor):
             return wrap(metas, None)
         return type(metas)([wrap(meta, index) for index, meta in enumerate(metas)])
 
     def _same(self) -> PagedTensor:
-        return PagedTensor(self._pager, self._page, self._slot, self._meta, self._chain, self._taken_at)
+        return type(self)(self._pager, self._page, self._slot, self._meta, self._chain, self._taken_at)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -168,6 +170,17 @@ class PagedTensor(torch.Tensor):
     def full(self) -> torch.Tensor:
         """Collective unless resident. A plain copy of the whole tensor, without gradient."""
         return self._value().clone()
+
+    def _shared_copy(self) -> torch.Tensor:
+        """Like :meth:`full`, sharing memory with other such copies of the parameter that are still alive."""
+        storages, key = self._page.copies, (self._slot.offset, self._page.versions())
+        storage = storages.get(key)
+        with below_transforms():
+            if storage is None:
+                value = self._pager.read(self._page).as_strided(self._slot.shape, self._slot.stride, self._slot.offset)
+                storage = storages[key] = value.clone().untyped_storage()
+            whole = torch.empty(0, dtype=self._page.dtype, device=self._page.device)
+            return self._through_chain(whole.set_(storage, 0, self._slot.shape, self._slot.stride))
 
     def numpy(self, *, force: bool = False) -> Any:
         """Collective unless resident. A NumPy copy."""
@@ -241,8 +254,8 @@ class PagedTensor(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Collective unless resident. Pickles as an ordinary tensor (or parameter) with all its data."""
-        full = self.full()
+        """Collective unless resident. Pickles as an ordinary tensor or parameter with all its data, tied ones once."""
+        full = self.full() if self._chain or self._taken_at is not None else self._shared_copy()
         plain = nn.Parameter(full, self.requires_grad) if isinstance(self, nn.Parameter) else full
         return plain.__reduce_ex__(protocol)
 

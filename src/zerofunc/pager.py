@@ -14,21 +14,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
-from zerofunc.buffers import BufferPool, below_transforms, uncompiled
+from zerofunc.buffers import BufferPool, below_transforms, own_part, uncompiled
 from zerofunc.collectives import Axes, Done, Work
 from zerofunc.layout import PageLayout
-
-
-def shard_of(master: torch.Tensor, start: int, numel: int, requires_grad: bool) -> torch.Tensor:
-    """The leaf tensor over one parameter's part of a page's master shard, ``master[start : start + numel]``.
-
-    Its storage ends where it ends: forward mode lays a tangent out like its primal, storage included.
-    """
-    return from_dlpack(master[start : start + numel]).requires_grad_(requires_grad)
 
 
 @dataclass(eq=False)
@@ -46,6 +38,7 @@ class Page:
         full: The full parameters, 1-D [layout.padded_numel], where they are kept (stages 0 to 2).
         seen: For each slot, the last versions of (shard, parameter) that were noted.
         label: What error messages call the page.
+        copies: Memory of full parameters that were copied, by offset and version, while something uses it.
         unit: The pages of an unsplit module that has several (frozen and trained, of two data types), this one
             included. A rank that reads one gathers all: ranks may use different parts of the module.
     """
@@ -59,6 +52,7 @@ class Page:
     seen: list[tuple[int, int]] = field(default_factory=list)
     noted: int = 0
     label: str = ""
+    copies: WeakValueDictionary[tuple[int, int], torch.UntypedStorage] = field(default_factory=WeakValueDictionary)
     unit: list[Page] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Page:
@@ -68,7 +62,7 @@ class Page:
         memo[id(self)] = page
         offsets = itertools.accumulate((old.numel() for old in self.shards), initial=0)
         pairs = zip(offsets, self.shards, strict=False)
-        page.shards = [shard_of(page.master, start, old.numel(), old.requires_grad) for start, old in pairs]
+        page.shards = [own_part(page.master, start, s.shape).requires_grad_(s.requires_grad) for start, s in pairs]
         page.parameters = [copy.deepcopy(parameter, memo) for parameter in self.parameters]
         page.note_changes()
         return page
@@ -122,10 +116,9 @@ class Page:
             shard, part = self.shards[index].detach(), flat[self.part(index, rank)].to(self.master.device)
             if shard.dtype != part.dtype:
                 shard.copy_(torch.where(shard.to(part.dtype) == part, shard, part.to(shard.dtype)))
-            elif shard.numel() and shard.data_ptr() == part.data_ptr():
-                torch.autograd.graph.increment_version(shard)
-            else:
+            elif not shard.numel() or shard.data_ptr() != part.data_ptr():
                 shard.copy_(part)
+            torch.autograd.graph.increment_version(self.shards[index])  # which no operator inside a dispatch does
 
 
 @dataclass

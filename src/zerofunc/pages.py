@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from zerofunc.buffers import alias
+from zerofunc.buffers import own_part
 from zerofunc.collectives import Axes
 from zerofunc.layout import PageLayout
 from zerofunc.paged_tensor import PagedTensor
-from zerofunc.pager import Page, Pager, shard_of
+from zerofunc.pager import Page, Pager
 
 PIECE_NUMEL = 1 << 20  # elements of a first value that travel at a time, so that no rank copies a large parameter whole
 
@@ -44,7 +44,7 @@ def build_page(
     page = Page(layout, dtype, master, full=full, label=f"page {layout.index} ({names})")
     for slot, parameter in zip(layout.slots, parameters, strict=True):
         start, stop = layout.part(slot, axes.shard.rank)
-        page.shards.append(shard_of(master, start, stop - start, parameter.requires_grad))
+        page.shards.append(own_part(master, start, (stop - start,)).requires_grad_(parameter.requires_grad))
     return page
 
 
@@ -73,7 +73,7 @@ def replace_parameters(page: Page, parameters: list[nn.Parameter], stage: int, p
             new = PagedTensor(pager, page, slot)
         else:
             assert page.full is not None
-            new = alias(page.full, slot.offset, slot.shape)
+            new = own_part(page.full, slot.offset, slot.shape)
         replacement = nn.Parameter(new, parameter.requires_grad)
         del new
         try:

@@ -33,6 +33,7 @@ from zerofunc.paged_tensor import PagedTensor
 from zerofunc.pager import Page, Pager
 from zerofunc.pages import build_page, replace_parameters
 from zerofunc.reduction import Reducer
+from zerofunc.state_tensor import give_addresses
 
 MIB = 1 << 20
 DEFAULT_PAGE_BYTES = 8 * MIB
@@ -305,6 +306,7 @@ def shard(
         sharding.refresh()
     sharding.check_intact()  # which notes where parameters are, before anyone can replace one
     module.register_forward_pre_hook(_before_forward)
+    give_addresses(module)
     select_kernels(module, second_order)
     _watch_optimizers()
     return module

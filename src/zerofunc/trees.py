@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -54,6 +54,34 @@ def gathered(
         if write:
             for pager, pages in ordered.items():
                 pager.take_from(writer, pages)
+
+
+def full_state(module: nn.Module, rank: int | None = None, with_frozen: bool = True) -> dict[str, Any]:
+    """Collective at stage 3. Copies on the CPU of what a module's ``state_dict()`` holds; tied ones share memory.
+
+    Args:
+        module: A sharded module.
+        rank: The one rank that gets it, the others an empty dict; they never hold more than the resident pages. By
+            default all get it.
+        with_frozen: Parameters that require no gradient, too.
+
+    Raises:
+        ValueError: If there is no such rank.
+    """
+    axes = sharding_of(module).axes
+    if rank is not None and not 0 <= rank < axes.num_ranks:
+        raise ValueError(f"rank is {rank}; expected a rank from 0 to {axes.num_ranks - 1}")
+    is_mine = rank in (None, axes.rank)
+    copies: dict[int, Any] = {}
+    state = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter) and not (value.requires_grad or with_frozen):
+            continue
+        if id(value) not in copies:
+            copy = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+            copies[id(value)] = copy if is_mine else None
+        state[name] = copies[id(value)]
+    return state if is_mine else {}
 
 
 def full_gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:

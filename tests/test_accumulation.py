@@ -282,6 +282,13 @@ def test_batch_sizes_may_change_between_steps():
         engine.step()
     reference_step(model, optimizer, [0, 1, 2])
     assert_same(engine, model)
+    engine.set_train_batch_size(2 * 4 * ranks)
+    for micro in range(3, 5):  # counted from the step, not from the beginning
+        engine.backward(fit(engine, micro, dist.get_rank()))
+        engine.step()
+    reference_step(model, optimizer, [3, 4])
+    assert_same(engine, model)
+    engine.set_train_batch_size(3 * 4 * ranks)
     engine.set_train_micro_batch_size(2)
     assert (engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()) == (2, 6 * ranks)
     with pytest.raises(ValueError, match=f"expected a multiple of micro-batch x ranks = {2 * ranks}"):

@@ -123,6 +123,33 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(stage, precision,
     assert_equal(values(again.module), values(engine.module))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.world_size(2)
+def test_accumulation_goes_on_with_other_micro_steps_where_that_comes_out_even(stage, tmp_path):
+    def engine_here(micro_steps):
+        return engine_of(build(Net), stage, gradient_accumulation_steps=micro_steps)
+
+    engine = engine_here(4)
+    train(engine, range(6))  # a step and a half
+    engine.save_checkpoint(tmp_path)
+    train(engine, [6, 6])
+    again = engine_here(2)
+    again.load_checkpoint(tmp_path)
+    train(again, [6])  # which weighs twice as much here
+    assert (again.global_steps, again.is_gradient_accumulation_boundary()) == (2, False)
+    torch.testing.assert_close(values(again.module), values(engine.module), rtol=1e-9, atol=1e-12)
+    other = engine_here(3)
+    before = values(other.module)
+    with pytest.raises(
+        CheckpointError, match=r"after micro-step 2 of 4, which is no whole number of the 3 micro-steps"
+    ):
+        other.load_checkpoint(tmp_path)
+    torch.testing.assert_close(values(other.module), before, rtol=0, atol=0)
+    other.load_checkpoint(tmp_path, load_optimizer_states=False)  # without the gradients either
+    train(other, range(3))
+    assert other.global_steps == 2
+
+
 # ---- another size ----------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from zerofunc.reduction import Reducer
@@ -15,18 +15,20 @@ class Accumulation:
 
     Attributes:
         micro_steps: Micro-steps so far.
+        place: Micro-steps since the last update.
+        num_steps: Micro-steps per update.
         backwards: Backwards since the last update.
         boundary: What the user says of the next micro-step, or None.
         context: Name of the context that holds reductions back, or empty.
     """
 
     def __init__(self, reducer: Reducer, stage: int, num_steps: int, is_managed: bool) -> None:
-        self.micro_steps = self.backwards = 0
+        self.micro_steps = self.place = self.backwards = 0
         self.boundary: bool | None = None
         self.context = ""
         self._reducer = reducer
         self._stage = stage
-        self._num_steps = num_steps
+        self.num_steps = num_steps
         self._is_managed = is_managed
         self._plan()
 
@@ -35,7 +37,7 @@ class Accumulation:
         """Whether the next micro-step updates the parameters, as far as backwards know."""
         if self.boundary is not None:
             return self.boundary
-        return self._is_managed and (self.micro_steps + 1) % self._num_steps == 0
+        return self._is_managed and self.place + 1 >= self.num_steps
 
     @property
     def is_due_in_step(self) -> bool:
@@ -45,12 +47,28 @@ class Accumulation:
     def count(self, stepped: bool) -> None:
         """Local. A micro-step was made."""
         self.micro_steps += 1
-        self.backwards = 0 if stepped else self.backwards
+        self.place, self.backwards = (0, 0) if stepped else (self.place + 1, self.backwards)
         self._plan()
 
-    def restore(self, micro_steps: int, backwards: int) -> None:
-        """Local. Stand where another one stood."""
-        self.micro_steps, self.backwards = micro_steps, backwards
+    def state(self) -> dict[str, int]:
+        """Where it stands."""
+        return {name: getattr(self, name) for name in ("micro_steps", "place", "num_steps", "backwards")}
+
+    def misfit(self, state: Mapping[str, int]) -> str:
+        """Why this cannot go on where another one stood, or nothing: it was between two of its micro-steps."""
+        place, num_steps = state["place"], state["num_steps"]
+        if place * self.num_steps % num_steps == 0:
+            return ""
+        return (
+            f"it was saved after micro-step {place} of {num_steps}, which is no whole number of the {self.num_steps} "
+            "micro-steps here; set gradient_accumulation_steps to a multiple, or load one saved after a step"
+        )
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Local. Stand where another one stood, so far as its gradients were part of a step."""
+        self.micro_steps = state["micro_steps"]
+        self.place = state["place"] * self.num_steps // state["num_steps"]
+        self.backwards = state["backwards"] * self.num_steps // state["num_steps"]
         self._plan()
 
     def set_boundary(self, is_boundary: bool) -> None:
@@ -61,7 +79,7 @@ class Accumulation:
 
     def set_num_steps(self, num_steps: int) -> None:
         """Local. Change the number of micro-steps per step."""
-        self._num_steps = num_steps
+        self.num_steps = num_steps
         self._plan()
 
     @contextmanager
@@ -84,4 +102,4 @@ class Accumulation:
 
     def _plan(self) -> None:
         self._reducer.sync = (self._stage >= 2 or self.is_due) and not self.context
-        self._reducer.scale = 1.0 / self._num_steps
+        self._reducer.scale = 1.0 / self.num_steps

@@ -132,12 +132,12 @@ class Resumable:
         wanted = Wanted(
             load_module_strict, all_of_it and load_optimizer_states, all_of_it and load_lr_scheduler_states, all_of_it
         )
-        loaded = load(self._run(), Path(load_dir), tag, wanted)
+        loaded = load(self._run(), Path(load_dir), tag, wanted, self._counter_misfits if wanted.optimizer else None)
         if loaded is None:
             _logger.warning("%s has no file 'latest': nothing is loaded; give the tag of a checkpoint", load_dir)
             return None, {}
         if all_of_it:
-            self._set_counters(loaded.shared["counters"])
+            self._set_counters(loaded.shared["counters"], load_optimizer_states)
             self._batches = None
         return str(loaded.folder), loaded.shared["client_state"]
 
@@ -191,10 +191,14 @@ class Resumable:
 
     def _counters(self) -> dict[str, Any]:
         steps = {name: getattr(self, name) for name in ("global_steps", "skipped_steps", "global_samples")}
-        accumulation = {name: getattr(self._accumulation, name) for name in ("micro_steps", "backwards")}
-        return {"steps": steps, "accumulation": accumulation, "loss_scale": dict(vars(self.loss_scaler))}
+        return {"steps": steps, "accumulation": self._accumulation.state(), "loss_scale": dict(vars(self.loss_scaler))}
 
-    def _set_counters(self, counters: Mapping[str, Any]) -> None:
+    def _counter_misfits(self, more: Mapping[str, Any]) -> list[str]:
+        misfit = self._accumulation.misfit(more["counters"]["accumulation"])
+        return [misfit] if misfit else []
+
+    def _set_counters(self, counters: Mapping[str, Any], with_gradients: bool) -> None:
         vars(self).update(counters["steps"])
-        self._accumulation.restore(**counters["accumulation"])
+        place = {} if with_gradients else {"place": 0, "backwards": 0}
+        self._accumulation.restore({**counters["accumulation"], **place})
         self.loss_scaler.restore(counters["loss_scale"])

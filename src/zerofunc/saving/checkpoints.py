@@ -233,6 +233,10 @@ def _complete(
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
+Judge = Callable[[dict[str, Any]], list[str]]
+"""What of plain data does not fit, in words."""
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A checkpoint that was loaded.
@@ -256,10 +260,17 @@ class _Examined:
 
 
 @torch.no_grad()
-def load(run: Run, load_dir: Path, tag: str | None, wanted: Wanted) -> Loaded | None:
+def load(
+    run: Run,
+    load_dir: Path,
+    tag: str | None,
+    wanted: Wanted,
+    more_misfits: Judge | None,
+) -> Loaded | None:
     """Collective. Load a checkpoint into a run.
 
-    All files are verified, and all names and shapes compared, before anything is changed.
+    All files are verified, and all names and shapes compared, before anything is changed; ``more_misfits`` tells what
+    of the plain data does not fit whatever else is loaded.
 
     Returns:
         None if ``tag`` is None and the folder has no ``latest``.
@@ -273,7 +284,7 @@ def load(run: Run, load_dir: Path, tag: str | None, wanted: Wanted) -> Loaded | 
         return None
     folder, label = load_dir / name, f"load of {load_dir / name}"
     found: list[_Examined] = []
-    _together(axes, lambda: found.append(_examine(run, folder, wanted)), label)
+    _together(axes, lambda: found.append(_examine(run, folder, wanted, more_misfits)), label)
     manifest, shared, own = found[0].manifest, found[0].shared, found[0].own
     pieces = targets(run, manifest, wanted)
     _read(pieces, PieceReader(folder, manifest), axes, label)
@@ -291,12 +302,13 @@ def load(run: Run, load_dir: Path, tag: str | None, wanted: Wanted) -> Loaded | 
     return Loaded(folder, shared)
 
 
-def _examine(run: Run, folder: Path, wanted: Wanted) -> _Examined:
+def _examine(run: Run, folder: Path, wanted: Wanted, more_misfits: Judge | None) -> _Examined:
     """Local. Verify this rank's share, and that all of it fits; the loader goes to its place, if it can."""
     axes, manifest = run.sharding.axes, read_manifest(folder)
     verify(folder, manifest, axes.rank, axes.num_ranks)
     shared = read_packed(folder / SHARED)
-    if problems := misfits(run, manifest, shared, wanted):
+    problems = misfits(run, manifest, shared, wanted) + (more_misfits(shared) if more_misfits else [])
+    if problems:
         raise CheckpointError(f"{folder} does not fit this run: {'; '.join(problems)}")
     own = read_packed(folder / _own(axes.rank % manifest.num_ranks))
     # A loader goes on as one of other ranks only from where all of them start: from the first one's state.

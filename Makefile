@@ -39,6 +39,7 @@ bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/per_sample.py --write
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/checkpoint.py --write
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/attention.py --write
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/saving.py --write
 
 # torch comes first and alone: what depends on it then takes the version that is there.
 $(READY): pyproject.toml

@@ -83,15 +83,19 @@ def _tasks(
     return {name: task(contender) for name, contender in contenders.items()}
 
 
-def alternate(title: str, tasks: dict[str, Callable[[], object]], plan: Plan) -> dict[str, list[float]]:
+def alternate(
+    title: str, tasks: dict[str, Callable[[], object]], plan: Plan, prepare: Callable[[], object] = gc.collect
+) -> dict[str, list[float]]:
     """Collective. Seconds per call of each task, one number per round after the warm-up.
 
     Every round runs each task once, in an order drawn anew, the same on all ranks: a disturbance of the machine and
-    its slow drifts then fall on all alike, and ratios are those of neighbours in time.
+    its slow drifts then fall on all alike, and ratios are those of neighbours in time. What ``prepare`` does before
+    each is not timed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in tasks}
     for number in range(plan.all_rounds):
         for name in random.Random(number).sample(list(tasks), len(tasks)):
+            prepare()
             seconds[name].append(_seconds_per_call(tasks[name], plan.steps_per_round))
         if dist.get_rank() == 0:
             report((title, number + 1))
@@ -100,7 +104,6 @@ def alternate(title: str, tasks: dict[str, Callable[[], object]], plan: Plan) ->
 
 def _seconds_per_call(task: Callable[[], object], num_calls: int) -> float:
     """Collective. The slowest rank's seconds, all ranks having started together."""
-    gc.collect()
     dist.barrier()
     start = time.perf_counter()
     for _ in range(num_calls):

@@ -280,7 +280,7 @@ def _optimizer_misfits(run: Run, manifest: Manifest, shared: Mapping[str, Any]) 
 
 
 def targets(run: Run, manifest: Manifest, wanted: Wanted) -> dict[str, Piece]:
-    """Local. Where this rank wants what: masters where they are, and new tensors for everything else."""
+    """Local. Where this rank wants what: where masters and optimizer state are; new tensors where there are none."""
     found = {}
     slots = run.sharding.slots
     for name in manifest.of("model").keys() & slots.keys():
@@ -290,21 +290,29 @@ def targets(run: Run, manifest: Manifest, wanted: Wanted) -> dict[str, Piece]:
         found[f"buffer/{name}"] = Piece(torch.empty(buffer.numel(), dtype=buffer.dtype), 0, buffer.shape)
     if wanted.optimizer and run.optimizer is not None:
         for name in manifest.of("gradient").keys() & slots.keys():
-            found[f"gradient/{name}"] = run.piece(name, torch.empty_like(run.sharding.shard(name)))
+            shard = run.sharding.shard(name)
+            found[f"gradient/{name}"] = run.piece(name, torch.empty_like(shard) if shard.grad is None else shard.grad)
         for path, stored in manifest.of("optimizer").items():
-            name = path.partition("/")[2]
-            piece = _target_of_state(run, name, stored) if name in slots else None
+            key, _, name = path.partition("/")
+            piece = _target_of_state(run, name, key, stored) if name in slots else None
             if piece is not None:
                 found[f"optimizer/{path}"] = piece
     return found
 
 
-def _target_of_state(run: Run, name: str, stored: StoredTensor) -> Piece | None:
+def _target_of_state(run: Run, name: str, key: str, stored: StoredTensor) -> Piece | None:
+    assert run.optimizer is not None
     shard = run.sharding.shard(name)
-    if run.is_whole(shard):
-        empty = torch.empty(stored.numel, dtype=stored.torch_dtype, device=shard.device)
-        return Piece(empty, 0, torch.Size(stored.shape)) if run.owns(shard) else None
-    return run.piece(name, torch.empty(len(shard), dtype=stored.torch_dtype, device=shard.device))
+    is_whole = run.is_whole(shard)
+    if is_whole and not run.owns(shard):
+        return None
+    wanted = (stored.numel if is_whole else len(shard), stored.torch_dtype, shard.device)
+    there = run.optimizer.state.get(shard, {}).get(key)
+    if torch.is_tensor(there) and there.is_contiguous() and (there.numel(), there.dtype, there.device) == wanted:
+        target = there.detach().view(-1)
+    else:
+        target = torch.empty(wanted[0], dtype=wanted[1], device=wanted[2])
+    return Piece(target, 0, torch.Size(stored.shape)) if is_whole else run.piece(name, target)
 
 
 def restore(run: Run, read: Mapping[str, Piece], shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:

@@ -1,0 +1,264 @@
+"""Saving and loading 400 M parameters with AdamW's state: zerofunc beside DCP on FSDP2, and DeepSpeed if it is there.
+
+    OMP_NUM_THREADS=1 python benchmarks/saving.py
+    OMP_NUM_THREADS=1 python benchmarks/saving.py --rounds 8 --deepspeed ../with_deepspeed/bin/python --write
+
+Two ranks, gloo. All files go to the disk before a save ends, except DeepSpeed's, which are synchronised afterwards,
+within its time. Loads read what was just saved, so that it may still be in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from alone import write
+from contenders import ADAMW, MIB, Paging
+from memory import MALLOC, status_bytes
+from report import Sheet, ratios, spread
+from rich.console import Console
+from saving_model import MILLIONS, WIDTH, build, loss_of
+from timing import Plan, alternate
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from train_step import MIN_WIDTH, NUM_RANKS, TIMEOUT_S
+
+import zerofunc
+from zerofunc.testing import RankPool
+
+RESULTS = Path(__file__).with_name("RESULTS_SAVING.md")
+TARGET = 1.1
+PAGE_BYTES = WIDTH * (WIDTH + 1) * 4  # one layer
+Tasks = dict[str, Callable[[], object]]
+
+
+# -- contenders -------------------------------------------------------------------------------------------------------
+
+
+def zerofunc_tasks(folder: Path, millions: int) -> Tasks:
+    """Saving and loading of an engine at stage 3."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "zerofunc": {"page_bytes": PAGE_BYTES, "resident_bytes": PAGE_BYTES, "timeout_s": 600},
+    }
+    engine = zerofunc.initialize(build(millions), config)[0]
+    engine.backward(loss_of(engine))
+    engine.step()
+
+    def in_background() -> None:
+        engine.save_checkpoint(folder / "saved_background", "only", asynchronous=True)
+
+    return {
+        "save": lambda: engine.save_checkpoint(folder / "saved_zerofunc", "only"),
+        "load": lambda: engine.load_checkpoint(folder / "saved_zerofunc"),
+        "stall": in_background,
+        "wait": engine.wait_for_checkpoint,
+    }
+
+
+def dcp_tasks(folder: Path, millions: int) -> Tasks:
+    """Saving and loading of FSDP2 by torch.distributed.checkpoint, as its tutorial does."""
+    model = build(millions)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def save() -> None:
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "saved_dcp")
+
+    def load() -> None:
+        weights, state = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder / "saved_dcp")
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+
+    return {"save": save, "load": load}
+
+
+class DeepSpeed:
+    """Ranks of DeepSpeed, in an environment of their own, that do what the first rank here tells them."""
+
+    def __init__(self, python: str, folder: Path, millions: int) -> None:
+        self.folder = folder
+        self.calls = 0
+        script = str(Path(__file__).with_name("saving_deepspeed.py"))
+        command = [
+            python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS), script,
+            str(folder), str(millions),
+        ]  # fmt: skip
+        kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        environment = {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        self.output = (folder / "deepspeed.txt").open("w")
+        self.process = subprocess.Popen(command, env=environment, stdout=self.output, stderr=self.output)
+
+    def __call__(self, what: str) -> dict[str, float]:
+        """Let them do it, and wait."""
+        self.calls += 1
+        (self.folder / f"call_{self.calls}.part").write_text(what)
+        (self.folder / f"call_{self.calls}.part").rename(self.folder / f"call_{self.calls}")
+        answer = self.folder / f"answer_{self.calls}"
+        while not answer.exists():
+            if self.process.poll() is not None:
+                raise RuntimeError((self.folder / "deepspeed.txt").read_text()[-3000:])
+            time.sleep(0.01)
+        answered: dict[str, float] = json.loads(answer.read_text())
+        return answered
+
+
+# -- measurements -----------------------------------------------------------------------------------------------------
+
+
+def clear(folder: Path) -> None:
+    """Collective. Remove what was saved, so that every save is the first one into its folder."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for path in folder.glob("saved_*"):
+            shutil.rmtree(path)
+    dist.barrier()
+
+
+def seconds_of(folder: Path, millions: int, rounds: int, python: str | None) -> dict[str, dict[str, list[float]]]:
+    """Collective. Seconds of saves, of loads, and of what a save in the background holds up, round by round."""
+    ours, theirs = zerofunc_tasks(folder, millions), dcp_tasks(folder, millions)
+    deepspeed = DeepSpeed(python, folder, millions) if python is not None and dist.get_rank() == 0 else None
+
+    def of_deepspeed(what: str) -> Callable[[], object]:
+        return lambda: deepspeed(what) if deepspeed is not None else None
+
+    plan, found = Plan([], rounds, 1, Paging()), {}
+    if python is not None:
+        of_deepspeed("nothing")()  # until it is ready
+    for what in ("save", "load"):
+        tasks = {"zerofunc": ours[what], "DCP on FSDP2": theirs[what]}
+        if python is not None:
+            tasks["DeepSpeed"] = of_deepspeed(what)
+        found[what] = alternate(what, tasks, plan, (lambda: clear(folder)) if what == "save" else gc.collect)
+        for task in tasks.values():
+            task()  # all are there, to be loaded
+    found["stall"] = {"synchronous": [], "asynchronous": [], "until it is complete": []}
+    for _ in range(rounds):
+        for name, task in (("synchronous", "save"), ("asynchronous", "stall"), ("until it is complete", "wait")):
+            if task != "wait":
+                clear(folder)
+            start = time.perf_counter()
+            ours[task]()
+            found["stall"][name].append(time.perf_counter() - start)
+    if deepspeed is not None:
+        deepspeed.process.kill()
+    return found
+
+
+def peaks_of(name: str, folder: Path, millions: int) -> dict[str, float]:
+    """Collective. MiB of memory that each task takes at most, above what is held between them, on the worst rank."""
+    tasks = {"zerofunc": zerofunc_tasks, "DCP on FSDP2": dcp_tasks}[name](folder, millions)
+    found = {}
+    for what, task in tasks.items():
+        gc.collect()
+        dist.barrier()
+        with sampled() as samples:
+            task()
+        most = torch.tensor(float(max(samples) - samples[0]))
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        found[what] = most.item() / MIB
+    return found
+
+
+@contextmanager
+def sampled() -> Iterator[list[int]]:
+    """Anonymous memory of this process, again and again: maps of files are not counted, which the kernel may drop."""
+    samples, ended = [status_bytes("RssAnon")], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            samples.append(status_bytes("RssAnon"))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        thread.join()
+
+
+# -- report -----------------------------------------------------------------------------------------------------------
+
+
+def sheets_of(seconds: dict[str, dict[str, list[float]]], peaks: dict[str, dict[str, float]]) -> list[Sheet]:
+    """Time and memory."""
+    made = []
+    for what in ("save", "load"):
+        rows = [
+            [
+                name,
+                spread(values),
+                spread(ratios(seconds[what], name, "DCP on FSDP2")),
+                f"<= {TARGET}" if name == "zerofunc" else "",
+                f"{peaks[name][what]:.0f}" if name in peaks else "",
+            ]
+            for name, values in seconds[what].items()
+        ]
+        made.append(Sheet(what, ["contender", "s", "x DCP on FSDP2", "target", "extra MiB per rank"], rows))
+    page = f"one page and one staging buffer are {PAGE_BYTES / MIB:.0f} + 8 MiB"
+    made[0] = Sheet(made[0].title, made[0].columns, made[0].rows, f"Extra memory: of the worst rank; {page}.")
+    stall = seconds["stall"]
+    rows = [[name, spread(values), spread(ratios(stall, name, "synchronous"))] for name, values in stall.items()]
+    note = (
+        f"Staging holds a copy of this rank's state: {peaks['zerofunc']['stall']:.0f} MiB, used again by later saves."
+    )
+    made.append(Sheet("a save that holds up training", ["save", "s", "x synchronous"], rows, note))
+    return made
+
+
+def main() -> None:
+    """Measure and show."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--millions", type=int, default=MILLIONS, help="parameters, in millions")
+    parser.add_argument("--folder", type=Path, help="where to save; the system's temporary folder by default")
+    parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed")
+    parser.add_argument("--write", action="store_true", help=f"rewrite {RESULTS.name} beside this script")
+    options = parser.parse_args()
+    if any(os.environ.get(name) != value for name, value in MALLOC.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | MALLOC)
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        peaks = {}
+        for name in ("zerofunc", "DCP on FSDP2"):
+            with RankPool(NUM_RANKS, timeout_s=TIMEOUT_S) as pool:
+                peaks[name] = pool.run(peaks_of, name, folder, options.millions)[0]
+        with RankPool(NUM_RANKS, timeout_s=TIMEOUT_S) as pool:
+            seconds = pool.run(seconds_of, folder, options.millions, options.rounds, options.deepspeed)[0]
+    finally:
+        shutil.rmtree(folder)
+    sheets = sheets_of(seconds, peaks)
+    for sheet in sheets:
+        Console(width=max(Console().width, MIN_WIDTH)).print(sheet.rich())
+    if options.write:
+        write(RESULTS, "benchmarks/saving.py", shlex.join(["python", "benchmarks/saving.py", *sys.argv[1:]]), sheets)
+
+
+if __name__ == "__main__":
+    main()

@@ -112,6 +112,11 @@ class DeepSpeed:
         self.output = (folder / "deepspeed.txt").open("w")
         self.process = subprocess.Popen(command, env=environment, stdout=self.output, stderr=self.output)
 
+    def end(self) -> None:
+        """Let torchrun end its ranks."""
+        self.process.terminate()
+        self.process.wait()
+
     def __call__(self, what: str) -> dict[str, float]:
         """Let them do it, and wait."""
         self.calls += 1
@@ -165,7 +170,7 @@ def seconds_of(folder: Path, millions: int, rounds: int, python: str | None) -> 
             ours[task]()
             found["stall"][name].append(time.perf_counter() - start)
     if deepspeed is not None:
-        deepspeed.process.kill()
+        deepspeed.end()
     return found
 
 

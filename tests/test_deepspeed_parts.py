@@ -5,6 +5,7 @@ import logging
 import os
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -135,9 +136,25 @@ def test_on_device_builds_where_and_what_it_says():
         assert not nn.Linear(2, 2).weight.is_meta
 
 
-def test_there_is_nothing_to_convert_yet():
-    with pytest.raises(NotImplementedError, match=r"zerofunc\.unshard"):
-        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint("folder")
+def test_checkpoints_are_turned_into_float32_weights(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = deepspeed.initialize(model=model, config={"train_batch_size": 1, "bf16": {"enabled": True}})[0]
+    engine.save_checkpoint(tmp_path, "one")
+    state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    torch.testing.assert_close(state, expected, rtol=0, atol=0)
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "pickled", tag="one")
+    loaded = torch.load(tmp_path / "pickled" / "pytorch_model.bin", weights_only=True)
+    torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "safe", safe_serialization=True)
+    loaded = safetensors.torch.load_file(tmp_path / "safe" / "model.safetensors")
+    torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
+    plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
+    zero_to_fp32.load_state_dict_from_zero_checkpoint(plain, tmp_path)
+    torch.testing.assert_close(dict(plain.state_dict()), expected, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="does not say what was frozen"):
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
 
 
 @pytest.mark.world_size(2)

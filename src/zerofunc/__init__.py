@@ -38,6 +38,7 @@ from zerofunc.per_sample.seeded import Projector
 from zerofunc.progress import log_to_console
 from zerofunc.recompute.attention import attention
 from zerofunc.recompute.checkpoint import checkpoint, checkpoint_module
+from zerofunc.saving.export import export
 from zerofunc.saving.manifest import CheckpointError
 from zerofunc.sharded_init import Init
 from zerofunc.sharded_optimizer import shard_optimizer
@@ -65,6 +66,7 @@ __all__ = [
     "clipped_grad",
     "curvature",
     "draw",
+    "export",
     "full_gradients",
     "functional_call",
     "gathered",

@@ -1,4 +1,4 @@
-"""The command line: ``zerofunc verify``, ``zerofunc config``."""
+"""The command line: ``zerofunc verify``, ``config``, ``inspect``, ``convert``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from zerofunc.checkpoint_commands import convert, inspect
 from zerofunc.config import ConfigError, judge
 from zerofunc.config.report import table as config_table
 from zerofunc.config.schema import json_schema
@@ -26,6 +27,8 @@ from zerofunc.version import __version__
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="ZeRO training on which torch.func simply works.")
 _config = typer.Typer(no_args_is_help=True, help="Check a configuration; print the schema of configurations.")
 app.add_typer(_config, name="config")
+app.command()(inspect)
+app.command()(convert)
 _BUILT_IN = ("mlp", "attention", "conv", "lstm", "shared", "gpt2", "llama")
 
 

@@ -19,8 +19,12 @@ from zerofunc.config import Config
 from zerofunc.data import RankLoader
 from zerofunc.precision import LossScaler
 from zerofunc.saving.checkpoints import Options, Saver, load
+from zerofunc.saving.export import export
+from zerofunc.saving.files import write_pickled
 from zerofunc.saving.state import Run, Wanted
+from zerofunc.saving.together import together
 from zerofunc.sharding import Sharding
+from zerofunc.trees import full_state
 
 _logger = logging.getLogger(__name__)
 
@@ -125,7 +129,7 @@ class Resumable:
         """
         if custom_load_fn is not None:
             raise ValueError(
-                "custom_load_fn is given; other formats are read by load_safetensors or `zerofunc convert`"
+                "custom_load_fn is given; other formats are read by load_safetensors, or by `zerofunc convert`"
             )
         self.wait_for_checkpoint()
         all_of_it = not load_module_only
@@ -140,6 +144,36 @@ class Resumable:
             self._set_counters(loaded.shared["counters"], load_optimizer_states)
             self._batches = None
         return str(loaded.folder), loaded.shared["client_state"]
+
+    def save_16bit_model(
+        self, save_dir: Folder, save_filename: str | None = None, exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Collective. Write the module's weights, in the data type that it computes in, for others to load.
+
+        Args:
+            save_dir: A folder.
+            save_filename: By default safetensors as :func:`zerofunc.export` writes them. A name that ends in ``.bin``,
+                ``.pt`` or ``.pth`` is one file by ``torch.save``, of full copies that the first rank holds meanwhile.
+            exclude_frozen_parameters: Leave out parameters that require no gradient.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: On every rank, if the first one cannot write.
+            ValueError: On every rank, if the file name has another ending.
+        """
+        if save_filename is None:
+            export(self.module, save_dir, exclude_frozen=exclude_frozen_parameters)
+            return True
+        if not save_filename.endswith((".bin", ".pt", ".pth")):
+            raise ValueError(f"save_filename is {save_filename!r}; expected .bin, .pt or .pth, or None for safetensors")
+        state = full_state(self.module, rank=0, with_frozen=not exclude_frozen_parameters)
+        path = Path(save_dir) / save_filename
+        together(self._sharding.axes, lambda: write_pickled(path, state) if state else None, f"save of {path}")
+        return True
+
+    save_fp16_model = save_16bit_model
 
     def wait_for_checkpoint(self) -> None:
         """Local. Wait until the checkpoint that is being saved in the background is complete.

@@ -45,6 +45,7 @@ from zerofunc.saving.state import (
     set_random_state,
     targets,
 )
+from zerofunc.saving.together import failure_of, together
 from zerofunc.version import __version__
 
 _logger = logging.getLogger(__name__)
@@ -125,8 +126,8 @@ class Saver:
                 return str(folders.begin(save_dir, tag))
             return ""
 
-        folder = Path(_together(axes, prepare, f"save of {tag}")[0])
-        _together(axes, functools.partial(_check_shared, folder), "look for the folder")
+        folder = Path(together(axes, prepare, f"save of {tag}")[0])
+        together(axes, functools.partial(_check_shared, folder), "look for the folder")
         manifest = Manifest(
             format=FORMAT, zerofunc=__version__, torch=torch.__version__, saved_at=_now(), global_steps=global_steps,
             stage=self._run.sharding.stage, num_ranks=axes.num_ranks, optimizer=self._run.optimizer_name,
@@ -166,29 +167,6 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat()
 
 
-def _together(axes: Axes, step: Callable[[], Any], label: str) -> list[Any]:
-    """Collective. What each rank's ``step`` gives; an error of any rank is raised on all."""
-    result, problem = None, None
-    try:
-        result = step()
-    except (CheckpointError, OSError, TypeError, ValueError) as error:
-        problem = error
-    found = axes.gather_objects((result, problem), label)
-    failed = {rank: error for rank, (_, error) in enumerate(found) if error is not None}
-    if failed:
-        raise _failure(failed, label) from problem
-    return [one for one, _ in found]
-
-
-def _failure(failed: Mapping[int, BaseException], label: str) -> CheckpointError:
-    """One error for what has failed on some ranks."""
-    texts: dict[str, list[int]] = {}
-    for rank, error in failed.items():
-        texts.setdefault(str(error) or type(error).__name__, []).append(rank)
-    told = "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in texts.items())
-    return CheckpointError(f"{label}: {told}")
-
-
 def _log_failure(future: Future[None]) -> None:
     if (error := future.exception()) is not None:
         _logger.error("a checkpoint was not saved; the next save, or wait_for_checkpoint(), raises this: %s", error)
@@ -210,7 +188,7 @@ def _write(writer: PieceWriter, group: Any, axes: Axes) -> None:
 def _explained(error: BaseException, axes: Axes, label: str) -> BaseException:
     """A failure inside DCP, in the words of whoever met it."""
     if isinstance(error, CheckpointException):
-        return _failure({rank: wrapped[0] for rank, wrapped in error.failures.items()}, label)
+        return failure_of({rank: wrapped[0] for rank, wrapped in error.failures.items()}, label)
     if isinstance(error, RuntimeError) and not isinstance(error, CheckpointError) and axes.num_ranks > 1:
         return max((axes.shard, axes.replicate), key=lambda axis: axis.size).lost(label, error)
     return error
@@ -279,12 +257,12 @@ def load(
         CheckpointError: On every rank, with nothing changed, if the checkpoint is missing, damaged, or does not fit.
     """
     axes = run.sharding.axes
-    name = _together(axes, functools.partial(_look, load_dir, tag), f"load of {tag or 'the latest checkpoint'}")[0]
+    name = together(axes, functools.partial(_look, load_dir, tag), f"load of {tag or 'the latest checkpoint'}")[0]
     if name is None:
         return None
     folder, label = load_dir / name, f"load of {load_dir / name}"
     found: list[_Examined] = []
-    _together(axes, lambda: found.append(_examine(run, folder, wanted, more_misfits)), label)
+    together(axes, lambda: found.append(_examine(run, folder, wanted, more_misfits)), label)
     manifest, shared, own = found[0].manifest, found[0].shared, found[0].own
     pieces = targets(run, manifest, wanted)
     _read(pieces, PieceReader(folder, manifest), axes, label)

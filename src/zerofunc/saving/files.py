@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -51,7 +51,11 @@ class Entry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def layout(specs: Mapping[str, tuple[torch.dtype, Iterable[int]]]) -> dict[str, Entry]:
+Specs = Mapping[str, tuple[torch.dtype, Iterable[int]]]
+"""Data types and shapes by name."""
+
+
+def layout(specs: Specs) -> dict[str, Entry]:
     """Where tensors of these data types and shapes go in a file: the widest first, so that each is aligned.
 
     Raises:
@@ -92,13 +96,21 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         OSError: If the disk refuses.
         ValueError: If the format cannot hold a tensor.
     """
-    entries = layout({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+    specs = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    return write_one_by_one(path, specs, tensors.__getitem__, metadata)
+
+
+def write_one_by_one(
+    path: Path, specs: Specs, read: Callable[[str], torch.Tensor], metadata: Mapping[str, str]
+) -> dict[str, str]:
+    """Likewise, of tensors of these data types and shapes that are read when it is their turn, and then let go."""
+    entries = layout(specs)
     header = header_of(entries, metadata)
     sums = {"": xxhash.xxh3_64_hexdigest(header)}
     with path.open("wb") as file:
         file.write(header)
         for name in entries:
-            sums[name] = _write(file, bytes_of(tensors[name]))
+            sums[name] = _write(file, bytes_of(read(name)))
         sync(file)
     return sums
 
@@ -128,6 +140,20 @@ def write_bytes(path: Path, content: bytes) -> None:
     with path.open("wb") as file:
         file.write(content)
         sync(file)
+
+
+def write_pickled(path: Path, content: Any) -> None:
+    """Write a file with ``torch.save`` to the disk; it has its name when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".part-{path.name}")
+    try:
+        with draft.open("wb") as file:
+            torch.save(content, file)
+            sync(file)
+        draft.rename(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    sync_folder(path.parent)
 
 
 def sync(file: BinaryIO) -> None:

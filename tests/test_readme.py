@@ -1,11 +1,13 @@
 """The examples in the README and in the docs run."""
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 ROOT = Path(__file__).parent.parent
 
@@ -14,7 +16,8 @@ def blocks(file):
     return re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-README, DERIVATIVES, DEEPSPEED = map(blocks, ["README.md", "docs/derivatives.md", "docs/from_deepspeed.md"])
+PAGES = ["README.md", "docs/derivatives.md", "docs/from_deepspeed.md", "docs/checkpoints.md"]
+README, DERIVATIVES, DEEPSPEED, CHECKPOINTS = map(blocks, PAGES)
 
 
 def network():
@@ -62,3 +65,34 @@ def test_the_example_for_users_of_deepspeed_trains():
     exec(DEEPSPEED[0], names)
     assert names["engine"].global_steps == 2
     assert not torch.equal(before, net[2].weight.detach().clone())
+
+
+@pytest.mark.world_size(2)
+def test_the_examples_of_the_checkpoints_page_save_and_go_on(tmp_path):
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3},
+    }
+
+    def run():
+        names = {"net": network(), "config": config, "dataset": TensorDataset(torch.randn(20, 4))}
+        names["loss_fn"] = lambda engine, batch: engine(batch[0]).square().mean()
+        exec("import zerofunc\n" + CHECKPOINTS[0], names)
+        return names
+
+    before = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        first, again = run(), run()
+        assert (first["folder"], first["client_state"]) == (None, {})
+        assert (again["folder"], again["client_state"]) == ("run/global_step6", {"note": "any plain data"})
+        torch.testing.assert_close(again["engine"].module_state_dict(), first["engine"].module_state_dict())
+        exec(CHECKPOINTS[1], again)
+        torch.distributed.barrier()
+        assert sorted(os.listdir("run")) == [".lock", "global_step2", "global_step4", "global_step6", "latest"]
+        assert os.listdir("weights") == os.listdir("weights_16") == ["model.safetensors"]
+        assert len(again["state"]) == (4 if torch.distributed.get_rank() == 0 else 0)
+    finally:
+        os.chdir(before)

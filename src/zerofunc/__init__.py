@@ -39,6 +39,7 @@ from zerofunc.progress import log_to_console
 from zerofunc.recompute.attention import attention
 from zerofunc.recompute.checkpoint import checkpoint, checkpoint_module
 from zerofunc.saving.export import export
+from zerofunc.saving.foreign import import_checkpoint
 from zerofunc.saving.manifest import CheckpointError
 from zerofunc.sharded_init import Init
 from zerofunc.sharded_optimizer import shard_optimizer
@@ -70,6 +71,7 @@ __all__ = [
     "full_gradients",
     "functional_call",
     "gathered",
+    "import_checkpoint",
     "init_distributed",
     "initialize",
     "jacfwd",

@@ -14,6 +14,7 @@ from rich.table import Table
 from zerofunc.saving import folders
 from zerofunc.saving.convert import convert as to_safetensors
 from zerofunc.saving.convert import locate
+from zerofunc.saving.foreign import import_checkpoint
 from zerofunc.saving.manifest import NAME, CheckpointError, Manifest, StoredTensor, read_manifest, some
 from zerofunc.saving.manifest import verify as verify_files
 
@@ -100,7 +101,7 @@ def convert(
         if _is_ours(source, tag):
             to_safetensors(source, destination, dtype, max_shard_size, tag)
         else:
-            raise CheckpointError(f"{source} is no checkpoint")
+            destination = import_checkpoint(source, destination, tag, allow_pickle)
     except (CheckpointError, ValueError) as error:
         _fail(error)
     print(f"wrote {destination}")

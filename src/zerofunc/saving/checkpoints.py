@@ -54,7 +54,8 @@ SHARED = "shared.safetensors"
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # DCP's, of one rank
 
 
-def _own(rank: int) -> str:
+def own_file(rank: int) -> str:
+    """Name of the file with what is a rank's alone."""
     return f"rank_{rank:05d}.safetensors"
 
 
@@ -119,7 +120,7 @@ class Saver:
         trees: dict[str, Packed] = {}
 
         def prepare() -> str:
-            trees[_own(axes.rank)] = Packed.of(captured.own, "state of this rank")
+            trees[own_file(axes.rank)] = Packed.of(captured.own, "state of this rank")
             if is_first:
                 trees[SHARED] = Packed.of({**captured.shared, **more}, "state")
                 self._locks.add(folders.lock(save_dir))
@@ -164,7 +165,7 @@ def _check_shared(folder: Path) -> None:
 
 
 def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat()
+    return datetime.datetime.now(datetime.timezone.utc).isoformat()
 
 
 def _log_failure(future: Future[None]) -> None:
@@ -272,11 +273,12 @@ def load(
         restore_optimizer(run, pieces, shared, own_again)
     if wanted.scheduler and run.scheduler is not None and shared["scheduler"] is not None:
         run.scheduler.load_state_dict(shared["scheduler"])
-    if wanted.progress and own_again is not None:
-        set_random_state(own["random"])
-    elif wanted.progress:
+    random = own["random"] if wanted.progress else None  # other libraries do not save it
+    if random is not None and own_again is not None:
+        set_random_state(random)
+    elif random is not None:
         _logger.info("%s was saved by %d ranks: random numbers are not those of that run", folder, manifest.num_ranks)
-        seed_from(own["random"], axes.rank)
+        seed_from(random, axes.rank)
     return Loaded(folder, shared)
 
 
@@ -288,9 +290,9 @@ def _examine(run: Run, folder: Path, wanted: Wanted, more_misfits: Judge | None)
     problems = misfits(run, manifest, shared, wanted) + (more_misfits(shared) if more_misfits else [])
     if problems:
         raise CheckpointError(f"{folder} does not fit this run: {'; '.join(problems)}")
-    own = read_packed(folder / _own(axes.rank % manifest.num_ranks))
+    own = read_packed(folder / own_file(axes.rank % manifest.num_ranks))
     # A loader goes on as one of other ranks only from where all of them start: from the first one's state.
-    position = own if manifest.num_ranks == axes.num_ranks else read_packed(folder / _own(0))
+    position = own if manifest.num_ranks == axes.num_ranks else read_packed(folder / own_file(0))
     if wanted.progress and run.loader is not None and "loader" in position:
         run.loader.load_state_dict(position["loader"])
     return _Examined(manifest, shared, own)

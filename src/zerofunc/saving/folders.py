@@ -113,7 +113,7 @@ def latest(save_dir: Path) -> str | None:
     """
     try:
         return (save_dir / LATEST).read_text().strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{save_dir / LATEST} cannot be read: {error}; give the tag to load") from error

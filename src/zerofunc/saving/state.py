@@ -94,6 +94,11 @@ class Run:
         everywhere = self.module.named_parameters(remove_duplicate=False)
         return {name: kept for name, parameter in everywhere if (kept := first[id(parameter)]) != name}
 
+    def by_own_names(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Tensors of a checkpoint, tied ones under the name in :attr:`Sharding.slots`."""
+        ties = self.ties()
+        return {ties.get(name, name): one for name, one in stored.items()}
+
 
 # -- out of a run -----------------------------------------------------------------------------------------------------
 
@@ -240,13 +245,12 @@ class Wanted:
 
 def misfits(run: Run, manifest: Manifest, shared: Mapping[str, Any], wanted: Wanted) -> list[str]:
     """Local. What of a checkpoint does not fit a run, in words."""
-    stored, buffers = manifest.of("model"), manifest.of("buffer")
+    theirs = run.by_own_names({**manifest.of("model"), **manifest.of("buffer")})
     shapes = {name: page.layout.slots[index].shape for name, (page, index) in run.sharding.slots.items()}
-    found = [*_shape_misfits(stored, shapes), *_shape_misfits(buffers, {n: b.shape for n, b in run.buffers().items()})]
+    ours = {**shapes, **{name: buffer.shape for name, buffer in run.buffers().items()}}
+    found = _shape_misfits(theirs, ours)
     if wanted.strict:
-        theirs = {**stored, **buffers}
-        empty = {name for name, shape in shapes.items() if not shape.numel()}
-        ours = {**shapes, **run.buffers()}
+        empty = {name for name, shape in ours.items() if not shape.numel()}
         if missing := [n for n in ours if n not in theirs and n not in manifest.excluded and n not in empty]:
             found.append(f"it does not have {some(missing)}")
         if unknown := [name for name in theirs if name not in ours]:
@@ -283,11 +287,15 @@ def targets(run: Run, manifest: Manifest, wanted: Wanted) -> dict[str, Piece]:
     """Local. Where this rank wants what: where masters and optimizer state are; new tensors where there are none."""
     found = {}
     slots = run.sharding.slots
-    for name in manifest.of("model").keys() & slots.keys():
-        found[f"model/{name}"] = run.piece(name, run.sharding.shard(name))
-    for name in manifest.of("buffer").keys() & run.buffers().keys():
-        buffer = run.buffers()[name]
-        found[f"buffer/{name}"] = Piece(torch.empty(buffer.numel(), dtype=buffer.dtype), 0, buffer.shape)
+    ties, buffers = run.ties(), run.buffers()
+    for kind in ("model", "buffer"):  # files of weights do not say which is which
+        for stored_name in manifest.of(kind):
+            name = ties.get(stored_name, stored_name)
+            if name in slots:
+                found[f"{kind}/{stored_name}"] = run.piece(name, run.sharding.shard(name))
+            elif name in buffers:
+                empty = torch.empty(buffers[name].numel(), dtype=buffers[name].dtype)
+                found[f"{kind}/{stored_name}"] = Piece(empty, 0, buffers[name].shape)
     if wanted.optimizer and run.optimizer is not None:
         for name in manifest.of("gradient").keys() & slots.keys():
             shard = run.sharding.shard(name)
@@ -329,7 +337,8 @@ def restore(run: Run, read: Mapping[str, Piece], shared: Mapping[str, Any], own:
     sharding.refresh()
     own_buffers = own["buffers"] if own is not None else {}
     for name, buffer in run.buffers().items():
-        value = own_buffers.get(name, read[f"buffer/{name}"].part if f"buffer/{name}" in read else None)
+        piece = read.get(f"buffer/{name}", read.get(f"model/{name}"))
+        value = own_buffers.get(name, piece.part if piece is not None else None)
         if value is not None:
             buffer.copy_(value.view_as(buffer))
     for path, state in shared["extra"].items():

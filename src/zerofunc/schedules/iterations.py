@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,6 +19,15 @@ class IterationScheduler(LRScheduler):
     def last_batch_iteration(self) -> int:
         """Return the iteration in force, -1 until the first call of `step`."""
         return self.last_epoch - 1
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where another one stood; DeepSpeed's state is the iteration alone."""
+        if state_dict.keys() != {"last_batch_iteration"}:
+            super().load_state_dict(state_dict)
+            return
+        self.last_epoch = state_dict["last_batch_iteration"] + 1
+        self._step_count = self.last_epoch + 1
+        self._last_lr = self.get_lr()
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Put the next iteration into force, or the one that is given."""

@@ -182,10 +182,11 @@ def test_the_commands_show_and_convert(tmp_path):
     engine.step()
     engine.save_checkpoint(tmp_path / "run", "first")
     engine.save_checkpoint(tmp_path / "run", "second", exclude_frozen_parameters=True)
-    told = shown("inspect", tmp_path / "run", "--verify")
+    told = shown("inspect", tmp_path / "run", "--verify", "--config")
     assert told.exit_code == 0, told.output
     for text in ("step 1, saved 20", "first, second (latest)", "head.weight is tied to embedding.weight",
-                 "left out: mix.bias", "7 x 5", "140 B", "exp_avg_sq", "every byte is as it was written"):  # fmt: skip
+                 "left out: mix.bias", "7 x 5", "140 B", "exp_avg_sq", '"stage": 3',
+                 "every byte is as it was written"):  # fmt: skip
         assert text in told.output
     done = shown("convert", tmp_path / "run", tmp_path / "weights", "--tag", "first", "--dtype", "bf16")
     assert done.exit_code == 0 and "wrote" in done.output

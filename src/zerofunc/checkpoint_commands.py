@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -12,11 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from zerofunc.saving import folders
+from zerofunc.saving.checkpoints import SHARED
 from zerofunc.saving.convert import convert as to_safetensors
 from zerofunc.saving.convert import locate
 from zerofunc.saving.foreign import import_checkpoint
 from zerofunc.saving.manifest import NAME, CheckpointError, Manifest, StoredTensor, read_manifest, some
 from zerofunc.saving.manifest import verify as verify_files
+from zerofunc.saving.packing import read_packed
 
 Tag = Annotated[str | None, typer.Option(help="Which checkpoint of the folder; by default the latest.")]
 
@@ -25,6 +28,7 @@ def inspect(
     folder: Annotated[Path, typer.Argument(help="A folder that was saved into, or one checkpoint in it.")],
     tag: Tag = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte, and compare checksums.")] = False,
+    config: Annotated[bool, typer.Option("--config", help="Print the run's configuration, too.")] = False,
 ) -> None:
     """Print what a checkpoint holds. Exit code 1 if it is missing or damaged."""
     try:
@@ -49,6 +53,8 @@ def inspect(
         console.print(f"{name} is tied to {kept}", markup=False, highlight=False)
     if manifest.excluded:
         console.print(f"left out: {some(manifest.excluded)}", markup=False, highlight=False)
+    if config:
+        console.print_json(json.dumps(read_packed(path / SHARED)["config"]))
     checked = "; every byte is as it was written" if verify else ""
     nbytes = sum(file.nbytes for file in manifest.files.values())
     console.print(f"{len(manifest.files)} files, {_size(nbytes)}{checked}", highlight=False)

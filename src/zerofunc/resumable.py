@@ -64,8 +64,8 @@ class Resumable:
         """Collective. Save all that training needs to go on, at any stage and on any number of ranks.
 
         Masters, buffers, optimizer state, accumulated gradients, schedule, loss scale, counters, the loader's position
-        and every rank's random generators. The checkpoint is seen when it is complete; a save that fails, or is
-        killed, leaves the earlier ones as they are. Files hold no code.
+        and every rank's random generators; and, to be looked up, the configuration. The checkpoint is seen when it is
+        complete; a save that fails, or is killed, leaves the earlier ones as they are. Files hold no code.
 
         Args:
             save_dir: A folder that all ranks share. One job at a time saves into it.
@@ -90,7 +90,11 @@ class Resumable:
         keep_last = ours.keep_last if keep_last is None else keep_last
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}; expected an integer > 0")
-        more = {"client_state": dict(client_state or {}), "counters": self._counters()}
+        more = {
+            "client_state": dict(client_state or {}),
+            "counters": self._counters(),
+            "config": self.config.model_dump(mode="json"),
+        }
         options = Options(save_latest, exclude_frozen_parameters, keep_last)
         background = ours.asynchronous if asynchronous is None else asynchronous
         self._saver = self._saver or Saver(self._run())

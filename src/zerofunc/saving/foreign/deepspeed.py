@@ -45,6 +45,7 @@ def read(source: Path, tag: str | None, allow_pickle: bool) -> Found | None:
     found.steps = {name: int(model.get(name) or 0) for name in found.steps}
     config = model.get("ds_config")
     config = config if isinstance(config, dict) else {}
+    found.config = config or None
     micro_steps = config.get("gradient_accumulation_steps")
     found.micro_steps = found.steps["global_steps"] * (micro_steps if isinstance(micro_steps, int) else 1)
     found.client_state = {key: value for key, value in model.items() if key not in _OWN}

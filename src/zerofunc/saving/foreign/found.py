@@ -71,6 +71,7 @@ class Found:
         loss_scale: The dynamic loss scale, or None.
         extra: States of modules that have one of their own, by path.
         client_state: Plain data.
+        config: What the run was configured with, or None.
     """
 
     tag: str
@@ -85,6 +86,7 @@ class Found:
     loss_scale: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     client_state: dict[str, Any] = field(default_factory=dict)
+    config: Any = None
 
     def add_weights(self, state: dict[str, Any], buffers: set[str] = frozenset()) -> None:  # type: ignore[assignment]
         """Take over a ``state_dict``: tensors that share memory are tied, other entries are extra state."""

@@ -86,5 +86,6 @@ def _shared(found: Found) -> dict[str, object]:
         "extra": found.extra,
         "scheduler": found.scheduler,
         "client_state": found.client_state,
+        "config": found.config,
         "counters": {"steps": found.steps, "accumulation": accumulation, "loss_scale": scaler},
     }

@@ -109,6 +109,13 @@ def test_a_missing_rank_another_parallelism_and_a_wrong_place_are_named(tmp_path
     zerofunc.import_checkpoint(DEEPSPEED / "stage1", tmp_path / "run")
     with pytest.raises(CheckpointError, match="global_step3 is there already"):
         zerofunc.import_checkpoint(DEEPSPEED / "stage1", tmp_path / "run")
+    with pytest.raises(CheckpointError, match="global_step4 is of no kind that is known"):
+        zerofunc.import_checkpoint(DEEPSPEED / "stage1", tmp_path / "other", "global_step4")
+    torch.save({"optimizer_state_dict": {}}, inside / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    (inside / "mp_rank_01_model_states.pt").rename(inside / "mp_rank_00_model_states.pt")
+    (inside / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="laid out in another way than the versions that are known"):
+        zerofunc.import_checkpoint(tmp_path / "copy", tmp_path / "other")
     (tmp_path / "text").write_text("")
     for wrong, message in [("text", "cannot be read"), ("nothing", "there is no"), (".", "of no kind that is known")]:
         with pytest.raises(CheckpointError, match=message):

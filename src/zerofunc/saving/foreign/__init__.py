@@ -42,11 +42,16 @@ def import_checkpoint(
     path = Path(source)
     if not path.exists():
         raise CheckpointError(f"there is no {path}")
-    for read in _READERS:
-        found = read(path, tag, allow_pickle)
-        if found is not None:
-            return write(found, Path(destination))
+    try:
+        found = next((found for read in _READERS if (found := read(path, tag, allow_pickle)) is not None), None)
+    except (KeyError, IndexError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is laid out in another way than the versions that are known: {error!r}"
+        ) from error
+    if found is not None:
+        return write(found, Path(destination))
+    where = path if tag is None else path / tag
     raise CheckpointError(
-        f"{path} is of no kind that is known: a checkpoint of DeepSpeed (*_states.pt), of torch.distributed.checkpoint "
+        f"{where} is of no kind that is known: a folder of DeepSpeed (*_states.pt), of torch.distributed.checkpoint "
         "(.metadata), a torch file of a state_dict, or safetensors"
     )

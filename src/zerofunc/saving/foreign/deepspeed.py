@@ -62,7 +62,7 @@ def read(source: Path, tag: str | None, allow_pickle: bool) -> Found | None:
 
 def _folder(source: Path, tag: str | None) -> Path | None:
     """The folder with the files."""
-    for folder in (source / tag if tag is not None else source, _latest(source)):
+    for folder in (source, _latest(source)) if tag is None else (source / tag,):
         if folder is not None and any(folder.glob("*_states.pt")):
             return folder
     return None

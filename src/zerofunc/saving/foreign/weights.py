@@ -22,9 +22,6 @@ def read(source: Path, tag: str | None, allow_pickle: bool) -> Found | None:
     """Weights, or None if there are none."""
     name = tag or (source.stem if source.is_file() else source.resolve().name).lstrip(".") or "weights"
     found = Found(name)
-    if source.is_file() and source.suffix != ".safetensors":
-        found.add_weights(_without_prefix(_state_in(load(source, allow_pickle), source)))
-        return found
     files = [source] if source.is_file() else _files_in(source)
     if not files:
         return None

@@ -49,8 +49,10 @@ def write(found: Found, destination: Path) -> Path:
         write_manifest(folder, manifest)
         folders.commit(folder, save_latest=True)
         del held
-    except (OSError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{destination}: {error}") from error
+    except CheckpointError:
+        raise
+    except (OSError, TypeError, ValueError, RuntimeError, LookupError) as error:
+        raise CheckpointError(f"{destination} was not written: {error}") from error
     finally:
         if folder is not None and folder.exists():
             shutil.rmtree(folder)

@@ -79,8 +79,7 @@ PLACES = [
 def test_training_goes_on_as_in_deepspeed(case, size, stage, tmp_path):
     zerofunc.import_checkpoint(DEEPSPEED / case, tmp_path)
     there = expected(case)
-    # In bfloat16 the sums of both libraries round differently in every step.
-    tolerance = 3e-3 if "bf16" in case else 1e-5
+    tolerance = 1e-4 if "bf16" in case else 1e-6  # the sums of both libraries round differently
     for losses, counters, lr, client_state in shared_pool(size).run(functools.partial(resumed, tmp_path, case, stage)):
         torch.testing.assert_close(losses, there["losses"], rtol=tolerance, atol=0)
         assert counters == there["counters"]

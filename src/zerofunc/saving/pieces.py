@@ -140,6 +140,7 @@ class PieceWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the checkpoint."""
+        order = {name: number for number, name in enumerate(self.pieces)}
         found: dict[str, tuple[tuple[int, ...], str, list[Chunk]]] = {}
         headers = {}
         for result in (result for of_rank in results for result in of_rank):
@@ -148,7 +149,7 @@ class PieceWriter(StorageWriter):
             headers[chunk.file] = header
         tensors = {
             name: StoredTensor(dtype=dtype, shape=shape, chunks=tuple(sorted(chunks, key=lambda chunk: chunk.start)))
-            for name, (shape, dtype, chunks) in found.items()
+            for name, (shape, dtype, chunks) in sorted(found.items(), key=lambda item: order.get(item[0], len(order)))
         }
         self.complete(tensors, headers)
 

@@ -124,7 +124,7 @@ def capture(run: Run, excluded: set[str]) -> Captured:
     sharding.refresh()  # parameters written by hand reach their shards
     sharding.reducer.reduce_owed()
     pieces = {}
-    for name in sharding.slots.keys() - excluded:
+    for name in (name for name in sharding.slots if name not in excluded):
         shard = sharding.shard(name)
         pieces[f"model/{name}"] = run.piece(name, shard)
         if shard.grad is not None:

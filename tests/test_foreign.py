@@ -57,14 +57,14 @@ def resumed(folder, case, stage):
     engine = zerofunc.initialize(model, config, optimizer=tiny.optimizer(model, case))[0]
     _, client_state = engine.load_checkpoint(folder)
     counters = [engine.global_steps, engine.skipped_steps, engine.global_samples]
-    lr, losses = engine.get_lr(), []
+    lr, scale, losses = engine.get_lr(), engine.loss_scale(), []
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(3, 6):
         loss = torch.stack([tiny.loss(engine, step, part) for part in range(rank, 2, size)]).mean()
         engine.backward(loss)
         engine.step()
         losses.append(zerofunc.mean(loss.detach(), model).item())
-    return losses, counters, lr, client_state
+    return losses, counters, lr, [scale, engine.loss_scale()], client_state
 
 
 FAST = {("stage1", 2), ("stage3_bf16", 2)}
@@ -79,11 +79,14 @@ PLACES = [
 def test_training_goes_on_as_in_deepspeed(case, size, stage, tmp_path):
     zerofunc.import_checkpoint(DEEPSPEED / case, tmp_path)
     there = expected(case)
-    tolerance = 1e-4 if "bf16" in case else 1e-6  # the sums of both libraries round differently
-    for losses, counters, lr, client_state in shared_pool(size).run(functools.partial(resumed, tmp_path, case, stage)):
+    tolerance = 1e-4 if "16" in case else 1e-6  # the sums of both libraries round differently
+    for losses, counters, lr, scales, client_state in shared_pool(size).run(
+        functools.partial(resumed, tmp_path, case, stage)
+    ):
         torch.testing.assert_close(losses, there["losses"], rtol=tolerance, atol=0)
         assert counters == there["counters"]
         assert lr == pytest.approx(there["lr"], rel=1e-6)
+        assert scales == there.get("loss_scales", [1.0, 1.0])
         assert client_state == {"epoch": 2, "best": [0.5]}
 
 

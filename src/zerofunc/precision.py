@@ -63,7 +63,7 @@ class LossScaler:
         self._good_steps += 1
         if self.consecutive_hysteresis:
             self._overflows_left = self.hysteresis
-        if self._good_steps % self.window == 0:
+        if self._good_steps and self._good_steps % self.window == 0:  # DeepSpeed's may stand one step before the first
             self._overflows_left = self.hysteresis
             self.scale *= 2
 

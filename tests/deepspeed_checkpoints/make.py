@@ -2,7 +2,7 @@
 
     DS_ACCELERATOR=cpu torchrun --standalone --nproc-per-node 2 tests/deepspeed_checkpoints/make.py [CASE …]
 
-Needs deepspeed; made with 0.19.8 and torch 2.13.0, which has no fp16 on the CPU. Each case has DeepSpeed's files and
+Needs deepspeed; made with 0.19.8 and torch 2.13.0. Each case has DeepSpeed's files and
 ``expected.json``: what DeepSpeed itself reads in them, and the losses of the steps that follow.
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import deepspeed
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tiny import CASES, built, config, loss, optimizer
 
@@ -44,7 +45,9 @@ def make(case):
     expected = {"buffers": {"seen": engine.module.seen.tolist()}}
     expected["counters"] = [engine.global_steps, engine.skipped_steps, engine.global_samples]
     expected["lr"] = engine.get_lr()
+    scale = engine.optimizer.cur_scale if engine.fp16_enabled() else 1.0
     expected["losses"] = train(engine, range(3, 6))
+    expected["loss_scales"] = [scale, engine.optimizer.cur_scale if engine.fp16_enabled() else 1.0]
     if dist.get_rank() == 0:
         if engine.zero_optimization_stage():
             full = get_fp32_state_dict_from_zero_checkpoint(folder)
@@ -56,6 +59,7 @@ def make(case):
 
 if __name__ == "__main__":
     deepspeed.init_distributed("gloo")
+    get_accelerator().is_fp16_supported = lambda: True  # it is, by torch
     for case in sys.argv[1:] or CASES:
         make(case)
     dist.destroy_process_group()

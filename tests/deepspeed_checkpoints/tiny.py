@@ -44,13 +44,14 @@ def loss(model, step, rank):
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.05, "warmup_num_steps": 6}}
 BASE = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True}
-BF16 = {"bf16": {"enabled": True}}
+BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 5}}
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}}, "scheduler": WARMUP}
 CASES = {
     "stage0": (0, {}),
     "stage0_bf16": (0, {**BF16, **ADAMW}),
     "stage1": (1, {}),
     "stage2_bf16": (2, {**BF16, **ADAMW}),
+    "stage2_fp16": (2, {**FP16, **ADAMW}),
     "stage3": (3, {}),
     "stage3_bf16": (3, {**BF16, **ADAMW}),
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 
 from zerofunc.saving.foreign.alignment import names_by_shape, names_by_value
 from zerofunc.saving.foreign.found import Found, Joined, Lazy
-from zerofunc.saving.foreign.pickles import DEEPSPEED, load
+from zerofunc.saving.foreign.pickles import DEEPSPEED, StandIn, load
 from zerofunc.saving.manifest import CheckpointError, some
 
 _logger = logging.getLogger("zerofunc.saving")
@@ -29,7 +30,7 @@ _OWN = {
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
     "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "num_experts",
     "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info", "micro_steps",
-    "autotp_uc_info",
+    "autotp_uc_info", "rng_states", "zero3_sub_group_param_shapes",
 }  # fmt: skip
 
 
@@ -46,8 +47,7 @@ def read(source: Path, tag: str | None, allow_pickle: bool) -> Found | None:
     config = model.get("ds_config")
     config = config if isinstance(config, dict) else {}
     found.config = config or None
-    micro_steps = config.get("gradient_accumulation_steps")
-    found.micro_steps = found.steps["global_steps"] * (micro_steps if isinstance(micro_steps, int) else 1)
+    found.micro_steps = found.steps["global_steps"] * _accumulation_steps(config, int(model.get("dp_world_size") or 1))
     found.client_state = {key: value for key, value in model.items() if key not in _OWN}
     kind = str((config.get("optimizer") or {}).get("type", "")).lower() or None
     if kind == "adam" and config["optimizer"].get("params", {}).get("adam_w_mode", True):
@@ -57,7 +57,28 @@ def read(source: Path, tag: str | None, allow_pickle: bool) -> Found | None:
         _add_whole(found, model, kind)
     else:
         _add_parts(found, files, kind)
+    found.loss_scale = _loss_scale(files.optimizer[0] if files.optimizer else model.get("optimizer") or {})
     return found
+
+
+def _accumulation_steps(config: dict[str, Any], num_ranks: int) -> int:
+    given, total, micro = (config.get(name) for name in (
+        "gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu"
+    ))  # fmt: skip
+    if isinstance(given, int):
+        return given
+    known = isinstance(total, int) and isinstance(micro, int)
+    return max(total // (micro * num_ranks), 1) if known else 1  # type: ignore[operator]
+
+
+def _loss_scale(state: dict[str, Any]) -> dict[str, Any] | None:
+    """A dynamic loss scale, in the words of :class:`zerofunc.precision.LossScaler`."""
+    scaler = vars(state["loss_scaler"]) if isinstance(state.get("loss_scaler"), StandIn) else state
+    if "last_overflow_iter" not in scaler or not scaler.get("dynamic", scaler.get("dynamic_loss_scale", True)):
+        return None
+    good = scaler["cur_iter"] - scaler["last_overflow_iter"] - 2  # so that it is raised in the same step as there
+    left = int(scaler.get("cur_hysteresis", -1))
+    return {"dynamic": True, "scale": float(scaler["cur_scale"]), "_good_steps": good, "_overflows_left": left}
 
 
 def _folder(source: Path, tag: str | None) -> Path | None:
@@ -95,6 +116,9 @@ class _Files:
         if not models:
             raise CheckpointError(f"{folder} has no *model_states.pt")
         self.model = [load(path, allow_pickle, DEEPSPEED) for path in self._by_rank(models, folder)]
+        degrees = self.model[0].get("checkpoint_parallel_dimensions") or {}
+        if max(self.model[0].get("mp_world_size") or 1, *degrees.values(), 1) > 1:
+            raise CheckpointError(f"{folder} is split by something else than data parallelism: {degrees}")
         parts = {name: path for name, path in paths.items() if name.endswith("optim_states.pt")}
         states = [load(path, allow_pickle, DEEPSPEED) for path in self._by_rank(parts, folder)] if parts else []
         self.optimizer = [state["optimizer_state_dict"] for state in states]
@@ -137,13 +161,17 @@ def _add_whole(found: Found, model: dict[str, Any], kind: str | None) -> None:
     state = model.get("optimizer")
     if not state:
         return
-    if "fp32_groups_flat" in state:
-        flats = state["fp32_groups_flat"]
+    masters = state.get("fp32_groups_flat", state.get("fp32_groups"))  # one tensor a group, or one a parameter
+    if masters is not None:
+        flats = [one if torch.is_tensor(one) else torch.cat([m.detach().reshape(-1) for m in one]) for one in masters]
         named = [names for flat in flats if (names := names_by_value(flat, _trained(found))) is not None]
         inner = state["optimizer_state_dict"]
         if len(named) == len(flats):
             for number, (flat, names) in enumerate(zip(flats, named, strict=True)):
-                _add_flat(found, names, Joined([flat]), [inner["state"].get(number, {})])
+                is_flat = torch.is_tensor(masters[number])
+                _add_flat(found, names, Joined([flat]), [inner["state"].get(number, {}) if is_flat else {}])
+                for place, name in [] if is_flat else zip(inner["param_groups"][number]["params"], names, strict=True):
+                    _add_entries(found, name, inner["state"].get(place, {}))
             found.add_optimizer(_keys(inner), _paired(named, inner), kind)
             return
     elif "state" in state:
@@ -155,7 +183,8 @@ def _add_whole(found: Found, model: dict[str, Any], kind: str | None) -> None:
                 _add_entries(found, name, state["state"].get(number, {}))
             found.add_optimizer(_keys(state), _paired(groups, state), kind)
             return
-    _logger.warning("the optimizer's state is left out: the files do not say of which parameters it is")
+    what = "masters and the optimizer's state are" if masters is not None else "the optimizer's state is"
+    _logger.warning("%s left out: the files do not say of which parameters", what)
 
 
 def _shape_of(entries: dict[str, Any]) -> tuple[int, ...] | None:
@@ -206,25 +235,36 @@ def _add_parts(found: Found, files: _Files, kind: str | None) -> None:
         inner = [state["base_optimizer_state"] for state in states]
         for number, group in enumerate(shapes):
             flat = Joined([state["single_partition_of_fp32_groups"][number] for state in states])
-            _add_flat(found, group, flat, [one["state"].get(number, {}) for one in inner])
-    scale = getattr(states[0].get("loss_scaler"), "cur_scale", None)
-    found.loss_scale = float(scale) if states[0].get("dynamic_loss_scale") and scale is not None else None
-    found.add_optimizer(_keys(inner[0]), _paired([list(group) for group in shapes], inner[0]), kind)
+            paddings = (states[0].get("param_alignment_paddings") or {number: [0] * len(group)})[number]
+            _add_flat(found, group, flat, [one["state"].get(number, {}) for one in inner], paddings)
+    settings = inner[0]["param_groups"]
+    for group in settings:
+        if "step" in group and "step" not in _keys(inner[0]):  # where DeepSpeed's Adam kept it once
+            for name in chain(*(shapes[number] for number in group["params"])):
+                found.values.setdefault(name, {})["step"] = _number(group["step"])
+    # At stage 3 a group may have several flat tensors, each with a number.
+    named = [list(chain(*(shapes[number] for number in group["params"]))) for group in settings]
+    found.add_optimizer(_keys(inner[0]), _paired(named, inner[0]), kind)
 
 
-def _add_flat(found: Found, names: Any, flat: Joined, entries: list[dict[str, Any]]) -> None:
-    """A group that is one flat tensor: masters, and state of which each rank has its part in ``entries``."""
+def _add_flat(
+    found: Found, names: Any, flat: Joined, entries: list[dict[str, Any]], paddings: Sequence[int] | None = None
+) -> None:
+    """A group that is one flat tensor: masters, and state of which each rank has its part in ``entries``.
+
+    After each parameter there are as many elements that mean nothing as ``paddings`` says.
+    """
     keys = {key for key, value in entries[0].items() if torch.is_tensor(value) and value.dim()}
     joined = {key: Joined([one[key] for one in entries if key in one]) for key in keys}
     start = 0
-    for name in names:
+    for name, padding in zip(names, paddings or [0] * len(names), strict=True):
         shape = names[name] if isinstance(names, dict) else found.tensors[f"model/{name}"].shape
         found.tensors[f"model/{name}"] = flat.lazy(start, shape)
         for key in keys:
             found.tensors[f"optimizer/{key}/{name}"] = joined[key].lazy(start, shape)
         for key in entries[0].keys() - keys:
             found.values.setdefault(name, {})[key] = _number(entries[0][key])
-        start += math.prod(shape)
+        start += math.prod(shape) + padding
 
 
 def _add_stage_3(found: Found, shapes: list[dict[str, Any]], states: list[Any], inner: list[Any]) -> None:

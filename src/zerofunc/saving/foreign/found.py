@@ -68,7 +68,7 @@ class Found:
         scheduler: State of the schedule, or None.
         steps: ``global_steps``, ``skipped_steps``, ``global_samples``.
         micro_steps: How many there were.
-        loss_scale: The dynamic loss scale, or None.
+        loss_scale: Where a dynamic loss scale stands, as ``vars`` of our scaler, or None.
         extra: States of modules that have one of their own, by path.
         client_state: Plain data.
         config: What the run was configured with, or None.
@@ -83,7 +83,7 @@ class Found:
     scheduler: Any = None
     steps: dict[str, int] = field(default_factory=lambda: {"global_steps": 0, "skipped_steps": 0, "global_samples": 0})
     micro_steps: int = 0
-    loss_scale: float | None = None
+    loss_scale: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     client_state: dict[str, Any] = field(default_factory=dict)
     config: Any = None

@@ -79,8 +79,7 @@ _OWN: dict[str, object] = {"random": None, "optimizer": {}, "buffers": {}}
 
 
 def _shared(found: Found) -> dict[str, object]:
-    scaler = {"dynamic": found.loss_scale is not None, "scale": found.loss_scale, "_good_steps": 0}
-    scaler["_overflows_left"] = -1  # as in a new one
+    loss_scale = found.loss_scale or {"dynamic": False}
     accumulation = {"micro_steps": found.micro_steps, "place": 0, "num_steps": 1, "backwards": 0}
     return {
         "groups": found.groups,
@@ -89,5 +88,9 @@ def _shared(found: Found) -> dict[str, object]:
         "scheduler": found.scheduler,
         "client_state": found.client_state,
         "config": found.config,
-        "counters": {"steps": found.steps, "accumulation": accumulation, "loss_scale": scaler},
+        "counters": {
+            "steps": found.steps,
+            "accumulation": accumulation,
+            "loss_scale": loss_scale,
+        },
     }

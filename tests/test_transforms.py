@@ -93,7 +93,7 @@ def test_every_kernel_gives_way_to_one_that_has_the_derivative(stage):
 
 
 @pytest.mark.slow
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(1, 2, timeout_s=600)
 @STAGES
 @pytest.mark.parametrize("model", ["mlp", "attention", "conv", "lstm", "shared", "gpt2", "llama"])
 def test_every_transform_of_every_architecture_equals_plain_pytorch(model, stage):

@@ -42,6 +42,8 @@ def convert(
     if manifest.excluded:
         _logger.warning("%s does not hold frozen parameters: %s", folder, some(manifest.excluded))
     stored = weights_of(manifest)
+    if not stored:
+        raise CheckpointError(f"{folder} holds no weights")
     specs: Specs = {name: weights_folder.cast((one.torch_dtype, one.shape), to) for name, one in stored.items()}
     files, path = weights_folder.plan_files(specs, max_bytes), Path(destination)
 
@@ -52,9 +54,11 @@ def convert(
         for file, names in files.items():
             weights_folder.write_part(path / file, {name: specs[name] for name in names}, read)
         weights_folder.complete(path, files, specs, {})
-    except OSError as error:
+    except BaseException as error:
         weights_folder.remove_parts(path)
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{path} cannot be written: {error}") from error
+        raise
 
 
 def locate(source: Path, tag: str | None) -> Path:

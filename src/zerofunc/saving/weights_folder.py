@@ -83,7 +83,7 @@ def write_part(path: Path, specs: Specs, read: Callable[[str], torch.Tensor]) ->
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove what a failure has left."""
+    """Remove what a failure, or a process that was killed, has left."""
     for path in folder.glob(f"{_PART}*"):
         path.unlink()
 
@@ -97,10 +97,7 @@ def complete(folder: Path, files: Mapping[str, list[str]], specs: Specs, others:
         specs: Of all tensors.
         others: Small files that belong to it, by name.
     """
-    (folder / INDEX).unlink(missing_ok=True)
-    for path in folder.glob("model*.safetensors"):
-        if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", path.name):
-            path.unlink()
+    (folder / INDEX).unlink(missing_ok=True)  # first: it must never list old files and new ones
     for file in files:
         (folder / f"{_PART}{file}").rename(folder / file)
     for name, content in others.items():
@@ -112,4 +109,8 @@ def complete(folder: Path, files: Mapping[str, list[str]], specs: Specs, others:
             "weight_map": {name: file for file, names in files.items() for name in names},
         }
         write_bytes(folder / INDEX, json.dumps(index, indent=2).encode())
+    for path in folder.glob("model*.safetensors"):
+        if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", path.name) and path.name not in files:
+            path.unlink()
+    remove_parts(folder)
     sync_folder(folder)

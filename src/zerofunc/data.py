@@ -86,15 +86,15 @@ class RankLoader(StatefulDataLoader):  # type: ignore[misc] # it has no types
             "loader": super().state_dict() if self._is_running else {},
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with the next iteration where a stream stood.
+    def check_state_dict(self, state_dict: dict[str, Any]) -> bool:
+        """Whether a stream was dealt out as here.
 
         Raises:
             ValueError: If it stood in the middle of an epoch, on another number of ranks or with another number of
                 workers, and it is not known which samples all of them were given.
         """
         inner, num_ranks, num_workers = (state_dict[name] for name in ("loader", "num_ranks", "num_workers"))
-        is_alike = (num_ranks, num_workers) == (self.num_ranks, self.num_workers)
+        is_alike: bool = (num_ranks, num_workers) == (self.num_ranks, self.num_workers)
         if inner and not is_alike and (state_dict["num_given"] is None or self._source is None):
             raise ValueError(
                 f"state_dict was saved in the middle of an epoch by {num_ranks} ranks with {num_workers} workers each; "
@@ -102,6 +102,15 @@ class RankLoader(StatefulDataLoader):  # type: ignore[misc] # it has no types
                 "iterable dataset that splits_by_rank, or one read by several workers, it is not known which samples "
                 "are left: resume on as many ranks and workers, or from a state saved at the end of an epoch"
             )
+        return is_alike
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with the next iteration where a stream stood.
+
+        Raises:
+            ValueError: As :meth:`check_state_dict`, with nothing changed.
+        """
+        inner, is_alike = state_dict["loader"], self.check_state_dict(state_dict)
         self._loaded, self.epoch = state_dict, state_dict["epoch"]
         self._num_given = state_dict["num_given"] or 0
         self._start = state_dict["start"] if is_alike else self._num_given

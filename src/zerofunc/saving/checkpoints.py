@@ -231,11 +231,12 @@ class Loaded:
 
 @dataclass(frozen=True)
 class _Examined:
-    """A checkpoint that is whole and fits: its table, and the plain data of all ranks and of one."""
+    """A checkpoint that is whole and fits: its table, the plain data of all ranks and of one, the loader's state."""
 
     manifest: Manifest
     shared: dict[str, Any]
     own: dict[str, Any]
+    stream: dict[str, Any] | None
 
 
 @torch.no_grad()
@@ -273,6 +274,8 @@ def load(
         restore_optimizer(run, pieces, shared, own_again)
     if wanted.scheduler and run.scheduler is not None and shared["scheduler"] is not None:
         run.scheduler.load_state_dict(shared["scheduler"])
+    if run.loader is not None and found[0].stream is not None:
+        run.loader.load_state_dict(found[0].stream)
     random = own["random"] if wanted.progress else None  # other libraries do not save it
     if random is not None and own_again is not None:
         set_random_state(random)
@@ -283,7 +286,7 @@ def load(
 
 
 def _examine(run: Run, folder: Path, wanted: Wanted, more_misfits: Judge | None) -> _Examined:
-    """Local. Verify this rank's share, and that all of it fits; the loader goes to its place, if it can."""
+    """Local. Verify this rank's share, and that all of it fits."""
     axes, manifest = run.sharding.axes, read_manifest(folder)
     verify(folder, manifest, axes.rank, axes.num_ranks)
     shared = read_packed(folder / SHARED)
@@ -293,9 +296,10 @@ def _examine(run: Run, folder: Path, wanted: Wanted, more_misfits: Judge | None)
     own = read_packed(folder / own_file(axes.rank % manifest.num_ranks))
     # A loader goes on as one of other ranks only from where all of them start: from the first one's state.
     position = own if manifest.num_ranks == axes.num_ranks else read_packed(folder / own_file(0))
-    if wanted.progress and run.loader is not None and "loader" in position:
-        run.loader.load_state_dict(position["loader"])
-    return _Examined(manifest, shared, own)
+    stream = position.get("loader") if wanted.progress and run.loader is not None else None
+    if stream is not None and run.loader is not None:
+        run.loader.check_state_dict(stream)
+    return _Examined(manifest, shared, own, stream)
 
 
 def _read(pieces: Mapping[str, Piece], reader: PieceReader, axes: Axes, label: str) -> None:

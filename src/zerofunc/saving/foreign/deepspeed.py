@@ -117,7 +117,7 @@ class _Files:
             raise CheckpointError(f"{folder} has no *model_states.pt")
         self.model = [load(path, allow_pickle, DEEPSPEED) for path in self._by_rank(models, folder)]
         degrees = self.model[0].get("checkpoint_parallel_dimensions") or {}
-        if max(self.model[0].get("mp_world_size") or 1, *degrees.values(), 1) > 1:
+        if max(self.model[0].get("mp_world_size") or 1, degrees.get("pp_degree", 1), degrees.get("tp_degree", 1)) > 1:
             raise CheckpointError(f"{folder} is split by something else than data parallelism: {degrees}")
         parts = {name: path for name, path in paths.items() if name.endswith("optim_states.pt")}
         states = [load(path, allow_pickle, DEEPSPEED) for path in self._by_rank(parts, folder)] if parts else []

@@ -57,10 +57,10 @@ def peak_mib(task: Callable[[], object]) -> float:
     return (peak_bytes(task) - before) / MIB
 
 
-def write(results: Path, script: str, command: str, sheets: list[Sheet]) -> None:
+def write(results: Path, script: str, command: str, sheets: list[Sheet], intro: str = RATIOS) -> None:
     """Rewrite the results of a script."""
     kept = ("date", "versions", "processor", "load average at the start (1, 5, 15 min)")
     facts = {name: fact for name, fact in environment_of([]).items() if name in kept}
     lines = "\n".join(f"- {name}: {fact}" for name, fact in {**facts, "command": f"`{command}`"}.items())
     tables = "\n\n".join(sheet.markdown() for sheet in sheets)
-    results.write_text(f"# Results of {script}\n\n{RATIOS}\n\n{lines}\n\n{tables}\n", encoding="utf-8")
+    results.write_text(f"# Results of {script}\n\n{intro}\n\n{lines}\n\n{tables}\n", encoding="utf-8")

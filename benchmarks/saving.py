@@ -1,4 +1,4 @@
-"""Saving and loading 400 M parameters with AdamW's state: zerofunc beside DCP on FSDP2, and DeepSpeed if it is there.
+"""Saving and loading 400 M parameters with AdamW's state: zerofunc beside DCP on FSDP2, and beside DeepSpeed.
 
     OMP_NUM_THREADS=1 python benchmarks/saving.py
     OMP_NUM_THREADS=1 python benchmarks/saving.py --rounds 8 --deepspeed ../with_deepspeed/bin/python --write
@@ -39,11 +39,20 @@ from torch.distributed.fsdp import fully_shard
 from train_step import MIN_WIDTH, NUM_RANKS, TIMEOUT_S
 
 import zerofunc
+from zerofunc.saving.files import PIECE_BYTES
 from zerofunc.testing import RankPool
 
 RESULTS = Path(__file__).with_name("RESULTS_SAVING.md")
 TARGET = 1.1
+INTRO = (
+    "Two ranks of one thread, gloo, one disk; zerofunc at stage 3, the state is that of AdamW. Contenders take turns within "
+    "one process group, DeepSpeed in its own. Ratios are taken within each round, between neighbours in time: medians "
+    "and, in brackets, quartiles. Every save is on the disk when it ends, and goes into an empty folder; loads read what "
+    "was just saved, which may still be in memory. Extra memory: the most anonymous memory above that before the task."
+)
+DCP, DEEPSPEED = "DCP on FSDP2", "DeepSpeed"
 PAGE_BYTES = WIDTH * (WIDTH + 1) * 4  # one layer
+ALLOWED = f"The target is one page and one staging buffer: {PAGE_BYTES / MIB:.0f} + {PIECE_BYTES / MIB:.0f} MiB."
 Tasks = dict[str, Callable[[], object]]
 
 
@@ -144,39 +153,47 @@ def clear(folder: Path) -> None:
 
 
 def seconds_of(folder: Path, millions: int, rounds: int, python: str | None) -> dict[str, dict[str, list[float]]]:
-    """Collective. Seconds of saves, of loads, and of what a save in the background holds up, round by round."""
-    ours, theirs = zerofunc_tasks(folder, millions), dcp_tasks(folder, millions)
-    deepspeed = DeepSpeed(python, folder, millions) if python is not None and dist.get_rank() == 0 else None
-
-    def of_deepspeed(what: str) -> Callable[[], object]:
-        return lambda: deepspeed(what) if deepspeed is not None else None
-
+    """Collective. Seconds of saves and of loads, beside DCP, or beside DeepSpeed if its interpreter is given."""
+    ours = zerofunc_tasks(folder, millions)
+    if python is None:
+        rival, theirs = DCP, dcp_tasks(folder, millions)
+    else:
+        ranks = DeepSpeed(python, folder, millions) if dist.get_rank() == 0 else None
+        rival, theirs = DEEPSPEED, {what: _call(ranks, what) for what in ("nothing", "save", "load")}
+        theirs["nothing"]()  # until it is ready
     plan, found = Plan([], rounds, 1, Paging()), {}
-    if python is not None:
-        of_deepspeed("nothing")()  # until it is ready
     for what in ("save", "load"):
-        tasks = {"zerofunc": ours[what], "DCP on FSDP2": theirs[what]}
-        if python is not None:
-            tasks["DeepSpeed"] = of_deepspeed(what)
+        tasks = {"zerofunc": ours[what], rival: theirs[what]}
         found[what] = alternate(what, tasks, plan, (lambda: clear(folder)) if what == "save" else gc.collect)
         for task in tasks.values():
             task()  # all are there, to be loaded
-    found["stall"] = {"synchronous": [], "asynchronous": [], "until it is complete": []}
-    for _ in range(rounds):
+    if python is not None and ranks is not None:
+        ranks.end()
+    return found
+
+
+def _call(ranks: DeepSpeed | None, what: str) -> Callable[[], object]:
+    return lambda: ranks(what) if ranks is not None else None
+
+
+def stalls_of(folder: Path, millions: int, rounds: int) -> dict[str, list[float]]:
+    """Collective. Seconds that a save holds up training, and until one in the background is complete, in turns."""
+    tasks = zerofunc_tasks(folder, millions)
+    found: dict[str, list[float]] = {"synchronous": [], "asynchronous": [], "until it is complete": []}
+    for number in range(rounds + 1):  # the first one makes the copy's memory
         for name, task in (("synchronous", "save"), ("asynchronous", "stall"), ("until it is complete", "wait")):
             if task != "wait":
                 clear(folder)
             start = time.perf_counter()
-            ours[task]()
-            found["stall"][name].append(time.perf_counter() - start)
-    if deepspeed is not None:
-        deepspeed.end()
+            tasks[task]()
+            if number:
+                found[name].append(time.perf_counter() - start)
     return found
 
 
 def peaks_of(name: str, folder: Path, millions: int) -> dict[str, float]:
     """Collective. MiB of memory that each task takes at most, above what is held between them, on the worst rank."""
-    tasks = {"zerofunc": zerofunc_tasks, "DCP on FSDP2": dcp_tasks}[name](folder, millions)
+    tasks = {"zerofunc": zerofunc_tasks, DCP: dcp_tasks}[name](folder, millions)
     found = {}
     for what, task in tasks.items():
         gc.collect()
@@ -210,28 +227,29 @@ def sampled() -> Iterator[list[int]]:
 # -- report -----------------------------------------------------------------------------------------------------------
 
 
-def sheets_of(seconds: dict[str, dict[str, list[float]]], peaks: dict[str, dict[str, float]]) -> list[Sheet]:
-    """Time and memory."""
+def sheets_of(
+    seconds: dict[str, dict[str, dict[str, list[float]]]],
+    stalls: dict[str, list[float]],
+    peaks: dict[str, dict[str, float]],
+) -> list[Sheet]:
+    """Time and memory; ``seconds`` by rival, what, contender."""
     made = []
-    for what in ("save", "load"):
-        rows = [
-            [
-                name,
-                spread(values),
-                spread(ratios(seconds[what], name, "DCP on FSDP2")),
-                f"<= {TARGET}" if name == "zerofunc" else "",
-                f"{peaks[name][what]:.0f}" if name in peaks else "",
+    for rival, of_pair in seconds.items():
+        for what, values in of_pair.items():
+            rows = [
+                [
+                    name,
+                    spread(values[name]),
+                    spread(ratios(values, name, rival)),
+                    f"<= {TARGET}" if name == "zerofunc" and rival == DCP else "",
+                    f"{peaks[name][what]:.0f}" if name in peaks else "",
+                ]
+                for name in values
             ]
-            for name, values in seconds[what].items()
-        ]
-        made.append(Sheet(what, ["contender", "s", "x DCP on FSDP2", "target", "extra MiB per rank"], rows))
-    page = f"one page and one staging buffer are {PAGE_BYTES / MIB:.0f} + 8 MiB"
-    made[0] = Sheet(made[0].title, made[0].columns, made[0].rows, f"Extra memory: of the worst rank; {page}.")
-    stall = seconds["stall"]
-    rows = [[name, spread(values), spread(ratios(stall, name, "synchronous"))] for name, values in stall.items()]
-    note = (
-        f"Staging holds a copy of this rank's state: {peaks['zerofunc']['stall']:.0f} MiB, used again by later saves."
-    )
+            made.append(Sheet(f"{what}, beside {rival}", ["contender", "s", "x other", "target", "extra MiB"], rows))
+    made[0] = Sheet(made[0].title, made[0].columns, made[0].rows, f"Extra memory: of the worst rank. {ALLOWED}")
+    rows = [[name, spread(values), spread(ratios(stalls, name, "synchronous"))] for name, values in stalls.items()]
+    note = f"Staging keeps a copy of this rank's state, {peaks['zerofunc']['stall']:.0f} MiB, for later saves."
     made.append(Sheet("a save that holds up training", ["save", "s", "x synchronous"], rows, note))
     return made
 
@@ -251,18 +269,24 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
         peaks = {}
-        for name in ("zerofunc", "DCP on FSDP2"):
+        for name in ("zerofunc", DCP):
             with RankPool(NUM_RANKS, timeout_s=TIMEOUT_S) as pool:
                 peaks[name] = pool.run(peaks_of, name, folder, options.millions)[0]
+        seconds = {}
+        for rival, python in ((DCP, None), (DEEPSPEED, options.deepspeed)):
+            if rival == DCP or python is not None:
+                with RankPool(NUM_RANKS, timeout_s=TIMEOUT_S) as pool:
+                    seconds[rival] = pool.run(seconds_of, folder, options.millions, options.rounds, python)[0]
         with RankPool(NUM_RANKS, timeout_s=TIMEOUT_S) as pool:
-            seconds = pool.run(seconds_of, folder, options.millions, options.rounds, options.deepspeed)[0]
+            stalls = pool.run(stalls_of, folder, options.millions, options.rounds)[0]
     finally:
         shutil.rmtree(folder)
-    sheets = sheets_of(seconds, peaks)
+    sheets = sheets_of(seconds, stalls, peaks)
     for sheet in sheets:
         Console(width=max(Console().width, MIN_WIDTH)).print(sheet.rich())
     if options.write:
-        write(RESULTS, "benchmarks/saving.py", shlex.join(["python", "benchmarks/saving.py", *sys.argv[1:]]), sheets)
+        command = shlex.join(["python", "benchmarks/saving.py", *sys.argv[1:]])
+        write(RESULTS, "benchmarks/saving.py", command, sheets, INTRO)
 
 
 if __name__ == "__main__":

@@ -45,10 +45,11 @@ from zerofunc.testing import RankPool
 RESULTS = Path(__file__).with_name("RESULTS_SAVING.md")
 TARGET = 1.1
 INTRO = (
-    "Two ranks of one thread, gloo, one disk; zerofunc at stage 3, the state is that of AdamW. Contenders take turns within "
-    "one process group, DeepSpeed in its own. Ratios are taken within each round, between neighbours in time: medians "
-    "and, in brackets, quartiles. Every save is on the disk when it ends, and goes into an empty folder; loads read what "
-    "was just saved, which may still be in memory. Extra memory: the most anonymous memory above that before the task."
+    "Two ranks of one thread, gloo, one disk; zerofunc at stage 3, the state is that of AdamW. Contenders take turns "
+    "within one process group, DeepSpeed in its own. Ratios are taken within each round, between neighbours in time: "
+    "medians and, in brackets, quartiles. Every save is on the disk when it ends, and goes into an empty folder; loads "
+    "read what was just saved, which may still be in memory. Extra memory: the most anonymous memory above that before "
+    "the task."
 )
 DCP, DEEPSPEED = "DCP on FSDP2", "DeepSpeed"
 PAGE_BYTES = WIDTH * (WIDTH + 1) * 4  # one layer
@@ -285,8 +286,13 @@ def main() -> None:
     for sheet in sheets:
         Console(width=max(Console().width, MIN_WIDTH)).print(sheet.rich())
     if options.write:
-        command = shlex.join(["python", "benchmarks/saving.py", *sys.argv[1:]])
+        command = shlex.join(["python", "benchmarks/saving.py", *_without_paths(sys.argv[1:])])
         write(RESULTS, "benchmarks/saving.py", command, sheets, INTRO)
+
+
+def _without_paths(arguments: list[str]) -> list[str]:
+    """The command line without where things are on this machine."""
+    return [Path(one).name if one.startswith("/") else one for one in arguments]
 
 
 if __name__ == "__main__":

@@ -226,6 +226,13 @@ class Malicious:
         return Path.touch, (self.path,)
 
 
+class Borrowed:
+    """An allowed function, made to give another one."""
+
+    def __reduce__(self):
+        return torch.serialization._get_layout, ("torch.save",)
+
+
 def test_code_in_files_is_not_run_unless_that_is_asked_for(tmp_path):
     mark = tmp_path / "was run"
     state = build(Net).state_dict()
@@ -244,6 +251,9 @@ def test_code_in_files_is_not_run_unless_that_is_asked_for(tmp_path):
         with pytest.raises(CheckpointError, match=message):
             zerofunc.import_checkpoint(tmp_path / source, tmp_path / "run")
         assert not mark.exists()
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Borrowed()))
+    with pytest.raises(CheckpointError, match="names torch.save, which is no layout"):
+        zerofunc.import_checkpoint(tmp_path / "dcp", tmp_path / "run")
     zerofunc.import_checkpoint(tmp_path / "file.pt", tmp_path / "run", allow_pickle=True)
     assert mark.exists()
     mark.unlink()

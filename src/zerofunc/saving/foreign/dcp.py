@@ -22,10 +22,20 @@ _CLASSES = (
     metadata.ChunkStorageMetadata, metadata.TensorProperties, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING,
     filesystem._StorageInfo, filesystem._StoragePrefix,
 )  # fmt: skip
+
+
+def _layout_named(name: str) -> torch.layout:
+    """A layout, and nothing else of torch, which a pickle could call."""
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise CheckpointError(f"{METADATA} names {name}, which is no layout: it is not read")
+    return found
+
+
 _ALLOWED: dict[str, Any] = {
     **{f"{kind.__module__}.{kind.__name__}": kind for kind in _CLASSES},
     "torch.Size": torch.Size,
-    "torch.serialization._get_layout": lambda name: getattr(torch, name.removeprefix("torch.")),
+    "torch.serialization._get_layout": _layout_named,
     "collections.OrderedDict": collections.OrderedDict,
     "pathlib.PosixPath": pathlib.PurePosixPath,
     "pathlib.WindowsPath": pathlib.PureWindowsPath,

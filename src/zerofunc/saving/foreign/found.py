@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,7 +88,7 @@ class Found:
     client_state: dict[str, Any] = field(default_factory=dict)
     config: Any = None
 
-    def add_weights(self, state: dict[str, Any], buffers: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    def add_weights(self, state: dict[str, Any], buffers: Set[str] = frozenset()) -> None:
         """Take over a ``state_dict``: tensors that share memory are tied, other entries are extra state."""
         first: dict[tuple[int, tuple[int, ...]], str] = {}
         for name, value in state.items():

@@ -37,9 +37,9 @@ def load(source: Path | BinaryIO, allow_pickle: bool, stand_ins: tuple[str, ...]
         CheckpointError: If it cannot be read, or would run code and may not.
     """
     classes: dict[str, type] = {name: type(name.rpartition(".")[2], (StandIn,), {}) for name in stand_ins}
-    # A file of the format before torch 1.6 cannot be mapped.
-    options: dict[str, Any] = {"map_location": "cpu", "mmap": isinstance(source, Path) and _is_zip(source)}
     try:
+        # A file of the format before torch 1.6 cannot be mapped.
+        options: dict[str, Any] = {"map_location": "cpu", "mmap": isinstance(source, Path) and _is_zip(source)}
         if allow_pickle:
             return torch.load(source, weights_only=False, pickle_module=_module(classes), **options)
         with torch.serialization.safe_globals([(kind, name) for name, kind in classes.items()]):

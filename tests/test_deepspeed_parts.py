@@ -136,6 +136,7 @@ def test_on_device_builds_where_and_what_it_says():
         assert not nn.Linear(2, 2).weight.is_meta
 
 
+@pytest.mark.world_size(1)
 def test_checkpoints_are_turned_into_float32_weights(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))

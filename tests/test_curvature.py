@@ -302,6 +302,7 @@ def test_lanczos_ends_where_the_krylov_space_does():
     assert found.error_bounds.max() < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.world_size(1, 2)
 def test_spectral_density_is_the_smoothed_spectrum_seen_by_the_probes():
     case = Case(3)

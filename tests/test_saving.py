@@ -203,7 +203,7 @@ SOME = [(1, 0), (2, 3)]
 ALL = [(size, stage) for size in (1, 2, 4) for stage in (0, 1, 2, 3)]
 
 
-@pytest.mark.parametrize("optimizer", [None, MUON], ids=["AdamW", "Muon"])
+@pytest.mark.parametrize("optimizer", [None, pytest.param(MUON, marks=pytest.mark.slow)], ids=["AdamW", "Muon"])
 @pytest.mark.parametrize("sizes", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_a_checkpoint_loads_on_any_number_of_ranks_at_any_stage(sizes, optimizer, tmp_path):
     shared_pool(1).run(functools.partial(start, tmp_path, optimizer))

@@ -52,11 +52,7 @@ OF_FIRST_RANK = {
     "before latest is written", "before the replaced one is removed",
 }  # fmt: skip
 IS_COMPLETE = {"before latest is written", "before the replaced one is removed", "during load"}
-FAST = {
-    ("before files are written", "rank 1"),
-    ("between the renamings", "rank 0"),
-    ("before latest is written", "all"),
-}
+FAST = {("before files are written", "rank 1"), ("between the renamings", "rank 0")}
 VICTIMS = {"rank 0": {0}, "rank 1": {1}, "all": {0, 1}}
 CASES = [
     pytest.param(point, victim, id=f"{point}, {victim}", marks=[] if (point, victim) in FAST else pytest.mark.faults)

@@ -106,6 +106,7 @@ def test_four_ranks_equal_plain_pytorch(stage):
     check("mlp", stage, SPREAD)
 
 
+@pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_many_resident_pages_and_prefetch_change_nothing():
     check("attention", 3, SPREAD, resident_bytes=3000)

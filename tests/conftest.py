@@ -10,6 +10,8 @@ pytest_plugins = ["zerofunc.pytest_plugin"]
 NONE = SimpleNamespace(params={})
 # Where gradients are reduced is what tells stage 1 from stage 2: these files ask about it.
 ABOUT_REDUCTION = {"test_training", "test_accumulation", "test_memory"}
+# Models of other libraries are large: there stage 3 alone is fast.
+OF_LIBRARIES = {"test_generate", "test_lora", "test_experts"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -21,6 +23,9 @@ def pytest_collection_modifyitems(items):
     staged = [(item, item.callspec.params) for item in items if "stage" in getattr(item, "callspec", NONE).params]
     with_stage_3 = {item.function for item, parameters in staged if parameters["stage"] == 3}
     for item, parameters in staged:
-        is_elsewhere = item.function in with_stage_3 and item.path.stem not in ABOUT_REDUCTION
-        if parameters["stage"] in (1, 2) and (parameters.get("world_size") == 1 or is_elsewhere):
+        stage, has_stage_3, file = parameters["stage"], item.function in with_stage_3, item.path.stem
+        is_elsewhere = has_stage_3 and file not in ABOUT_REDUCTION
+        if stage in (1, 2) and (parameters.get("world_size") == 1 or is_elsewhere):
+            item.add_marker(pytest.mark.slow)
+        if stage == 0 and has_stage_3 and file in OF_LIBRARIES:
             item.add_marker(pytest.mark.slow)

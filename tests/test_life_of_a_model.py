@@ -14,6 +14,7 @@ import zerofunc
 from reference import (
     ADAMW,
     STAGES,
+    Branches,
     Net,
     adamw,
     assert_same,
@@ -25,6 +26,7 @@ from reference import (
     step_reference,
     values,
 )
+from zerofunc.sharding import sharding_of
 
 # ---- frozen and thawed ----------------------------------------------------------------------------------------------
 
@@ -311,3 +313,12 @@ def test_the_state_dict_between_steps_is_that_of_one_process(stage):
     fresh = engine_of(build(Net, seed=3), stage)
     fresh.module.load_state_dict(state)
     torch.testing.assert_close(values(fresh.module), state, rtol=0, atol=0)
+
+
+@STAGES
+def test_shards_have_the_order_of_the_module_whatever_the_pages(stage):
+    model = build(Branches)
+    zerofunc.shard(model, stage, unsplit=["head"])
+    names = [name for name, _ in model.named_parameters()]
+    assert [slot.name for page in sharding_of(model).pages for slot in page.layout.slots] != names
+    assert list(zerofunc.shards(model)) == names

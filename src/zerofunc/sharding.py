@@ -64,16 +64,22 @@ class Usage:
 
 
 class Sharding:
-    """What :func:`shard` attaches to a module: its pages, and what keeps parameters and shards equal."""
+    """What :func:`shard` attaches to a module: its pages, and what keeps parameters and shards equal.
 
-    def __init__(self, module: nn.Module, stage: int, axes: Axes, pages: list[Page], pager: Pager) -> None:
+    ``slots`` says where each parameter lies, in the order of ``names``: the module's, which need not be that of pages.
+    """
+
+    def __init__(
+        self, module: nn.Module, stage: int, axes: Axes, pages: list[Page], pager: Pager, names: Iterable[str]
+    ) -> None:
         self.module = weakref.ref(module)
         self.stage = stage
         self.axes = axes
         self.pages = pages
         self.pager = pager
         pager.adopt(pages)
-        self.slots = {slot.name: (page, i) for page in pages for i, slot in enumerate(page.layout.slots)}
+        slots = {slot.name: (page, i) for page in pages for i, slot in enumerate(page.layout.slots)}
+        self.slots = {name: slots[name] for name in names}
         self.optimizer: torch.optim.Optimizer | None = None
         differentiable = [page for page in pages if page.dtype.is_floating_point]
         self.reducer = Reducer(axes, differentiable, in_flight=1 if stage >= 2 else len(pages), keep_idle=stage < 2)
@@ -91,7 +97,8 @@ class Sharding:
         if self.stage < 3 or module is None or id(module) not in memo:
             return None
         pager = memo[id(self.pager)] = copy.deepcopy(self.pager, memo)
-        return Sharding(memo[id(module)], 3, self.axes, [copy.deepcopy(page, memo) for page in self.pages], pager)
+        pages = [copy.deepcopy(page, memo) for page in self.pages]
+        return Sharding(memo[id(module)], 3, self.axes, pages, pager, self.slots)
 
     @property
     def rank(self) -> int:
@@ -296,7 +303,7 @@ def shard(
             page = build_page(layout, page_parameters, stage, axes, low_precision_masters, masters_on_cpu)
             replace_parameters(page, page_parameters, stage, pager)  # which frees what they held before
             pages.append(page)
-    sharding = module.__dict__["_zerofunc"] = Sharding(module, stage, axes, pages, pager)
+    sharding = module.__dict__["_zerofunc"] = Sharding(module, stage, axes, pages, pager, parameters)
     if unfilled:
         with first_rank_numbers(axes), torch.no_grad():
             for inner, fillers in unfilled:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -17,7 +16,7 @@ from zerofunc.saving.checkpoints import SHARED
 from zerofunc.saving.convert import convert as to_safetensors
 from zerofunc.saving.convert import locate
 from zerofunc.saving.foreign import import_checkpoint
-from zerofunc.saving.manifest import NAME, CheckpointError, Manifest, StoredTensor, read_manifest, some
+from zerofunc.saving.manifest import NAME, CheckpointError, Manifest, read_manifest, some
 from zerofunc.saving.manifest import verify as verify_files
 from zerofunc.saving.packing import read_packed
 
@@ -73,15 +72,11 @@ def table_of(manifest: Manifest) -> Table:
         table.add_column(column, justify="right")
     for name in dict.fromkeys(name for tensors in kinds.values() for name in tensors):
         first = next(tensors[name] for tensors in kinds.values() if name in tensors)
-        cells = [_size(_nbytes(tensors[name])) if name in tensors else "" for tensors in kinds.values()]
+        cells = [_size(tensors[name].nbytes) if name in tensors else "" for tensors in kinds.values()]
         table.add_row(name, first.dtype, " x ".join(map(str, first.shape)), *cells)
     table.add_section()
-    table.add_row("all", "", "", *(_size(sum(map(_nbytes, tensors.values()))) for tensors in kinds.values()))
+    table.add_row("all", "", "", *(_size(sum(one.nbytes for one in tensors.values())) for tensors in kinds.values()))
     return table
-
-
-def _nbytes(stored: StoredTensor) -> int:
-    return torch.Size(stored.shape).numel() * stored.torch_dtype.itemsize
 
 
 def _size(nbytes: float) -> str:

@@ -130,7 +130,7 @@ class Saver:
         folder = Path(together(axes, prepare, f"save of {tag}")[0])
         together(axes, functools.partial(_check_shared, folder), "look for the folder")
         manifest = Manifest(
-            format=FORMAT, zerofunc=__version__, torch=torch.__version__, saved_at=_now(), global_steps=global_steps,
+            format=FORMAT, zerofunc=__version__, torch=torch.__version__, saved_at=now(), global_steps=global_steps,
             stage=self._run.sharding.stage, num_ranks=axes.num_ranks, optimizer=self._run.optimizer_name,
             ties=self._run.ties(), excluded=tuple(sorted(excluded)), tensors={}, files={},
         )  # fmt: skip
@@ -138,8 +138,7 @@ class Saver:
         if background:
             pieces = {name: self._stage(name, piece) for name, piece in pieces.items()}
             trees = {name: tree.copied() for name, tree in trees.items()}
-        complete = functools.partial(_complete, folder, manifest, options)
-        writer = PieceWriter(folder, axes.rank, pieces, trees, complete)
+        writer = PieceWriter(folder, axes.rank, pieces, trees, functools.partial(complete, folder, manifest, options))
         write = functools.partial(_write, writer, axes.background_group(), axes)
         if not background:
             write()
@@ -164,7 +163,8 @@ def _check_shared(folder: Path) -> None:
         raise CheckpointError(f"{folder}, which the first rank has made, is not there; save to a folder that all share")
 
 
-def _now() -> str:
+def now() -> str:
+    """The time, in UTC, as ISO 8601."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat()
 
 
@@ -195,7 +195,7 @@ def _explained(error: BaseException, axes: Axes, label: str) -> BaseException:
     return error
 
 
-def _complete(
+def complete(
     folder: Path, manifest: Manifest, options: Options, tensors: dict[str, StoredTensor], headers: dict[str, str]
 ) -> None:
     """Local, on the first rank. Write the table and let the checkpoint be seen."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,18 +43,18 @@ def convert(
     verify(folder, manifest)
     if manifest.excluded:
         _logger.warning("%s does not hold frozen parameters: %s", folder, some(manifest.excluded))
-    stored = weights_of(manifest)
+    stored, read = open_weights(folder, manifest)
     if not stored:
         raise CheckpointError(f"{folder} holds no weights")
     specs: Specs = {name: weights_folder.cast((one.torch_dtype, one.shape), to) for name, one in stored.items()}
     files, path = weights_folder.plan_files(specs, max_bytes), Path(destination)
 
-    def read(name: str) -> torch.Tensor:
-        return read_tensor(folder, stored[name], _stored_name(manifest, name)).to(specs[name][0])
+    def read_cast(name: str) -> torch.Tensor:
+        return read(name).to(specs[name][0])
 
     try:
         for file, names in files.items():
-            weights_folder.write_part(path / file, {name: specs[name] for name in names}, read)
+            weights_folder.write_part(path / file, {name: specs[name] for name in names}, read_cast)
         weights_folder.complete(path, files, specs, {})
     except BaseException as error:
         weights_folder.remove_parts(path)
@@ -75,20 +77,17 @@ def locate(source: Path, tag: str | None) -> Path:
     return folders.find(source, tag)
 
 
-def weights_of(manifest: Manifest) -> dict[str, StoredTensor]:
-    """Parameters and buffers by name."""
-    return {**manifest.of("model"), **manifest.of("buffer")}
+def open_weights(folder: Path, manifest: Manifest) -> tuple[dict[str, StoredTensor], Callable[[str], torch.Tensor]]:
+    """Parameters and buffers by name, and what reads one of them: a copy, unless it lies in one file."""
+    path_of = {name: f"{kind}/{name}" for kind in ("model", "buffer") for name in manifest.of(kind)}
+    stored = {name: manifest.tensors[path] for name, path in path_of.items()}
+    opened = functools.cache(lambda file: TensorFile(folder / file))
 
+    def read(name: str) -> torch.Tensor:
+        parts = [opened(chunk.file).read(path_of[name]) for chunk in stored[name].chunks]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(stored[name].shape)
 
-def _stored_name(manifest: Manifest, name: str) -> str:
-    return f"model/{name}" if f"model/{name}" in manifest.tensors else f"buffer/{name}"
-
-
-def read_tensor(folder: Path, stored: StoredTensor, name: str) -> torch.Tensor:
-    """A whole tensor of a checkpoint; a copy, unless it lies in one file."""
-    parts = [TensorFile(folder / chunk.file).read(name) for chunk in stored.chunks]
-    flat = parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=stored.torch_dtype), *parts])
-    return flat.view(stored.shape)
+    return stored, read
 
 
 def read_weights(source: str | os.PathLike[str], tag: str | None = None) -> dict[str, torch.Tensor]:
@@ -100,5 +99,6 @@ def read_weights(source: str | os.PathLike[str], tag: str | None = None) -> dict
     folder = locate(Path(source), tag)
     manifest = read_manifest(folder)
     verify(folder, manifest)
-    found = {n: read_tensor(folder, one, _stored_name(manifest, n)).clone() for n, one in weights_of(manifest).items()}
+    stored, read = open_weights(folder, manifest)
+    found = {name: read(name).clone() for name in stored}
     return {**found, **{name: found[kept] for name, kept in manifest.ties.items() if kept in found}}

@@ -60,6 +60,11 @@ class StoredTensor(_Record):
         return torch.Size(self.shape).numel()
 
     @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return self.numel * self.torch_dtype.itemsize
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """Its data type."""
         return DTYPES[self.dtype]

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from zerofunc.saving import folders
 from zerofunc.saving.foreign.alignment import names_by_shape, names_by_value
 from zerofunc.saving.foreign.found import Found, Joined, Lazy
 from zerofunc.saving.foreign.pickles import DEEPSPEED, StandIn, load
@@ -83,17 +84,11 @@ def _loss_scale(state: dict[str, Any]) -> dict[str, Any] | None:
 
 def _folder(source: Path, tag: str | None) -> Path | None:
     """The folder with the files."""
-    for folder in (source, _latest(source)) if tag is None else (source / tag,):
-        if folder is not None and any(folder.glob("*_states.pt")):
-            return folder
-    return None
-
-
-def _latest(source: Path) -> Path | None:
-    try:
-        return source / (source / "latest").read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return None
+    folder = source
+    if tag is not None or not any(source.glob("*_states.pt")):
+        tag = tag if tag is not None else folders.latest(source)
+        folder = source / tag if tag is not None else source
+    return folder if any(folder.glob("*_states.pt")) else None
 
 
 class _Files:
@@ -224,8 +219,9 @@ def _add_parts(found: Found, files: _Files, kind: str | None) -> None:
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
     if "fp32_flat_groups" in states[0]:
         buffers = set(model.get("buffer_names") or ())
-        entries = model["module"].items()
-        found.add_weights({n: one for n, one in entries if n in buffers or not torch.is_tensor(one)}, buffers)
+        found.add_weights(
+            {n: one for n, one in model["module"].items() if n in buffers or not torch.is_tensor(one)}, buffers
+        )
         inner = [state["optimizer_state_dict"] for state in states]
         _add_stage_3(found, shapes, states, inner)
         _add_frozen(found, files.model)
@@ -235,8 +231,9 @@ def _add_parts(found: Found, files: _Files, kind: str | None) -> None:
         inner = [state["base_optimizer_state"] for state in states]
         for number, group in enumerate(shapes):
             flat = Joined([state["single_partition_of_fp32_groups"][number] for state in states])
-            paddings = (states[0].get("param_alignment_paddings") or {number: [0] * len(group)})[number]
-            _add_flat(found, group, flat, [one["state"].get(number, {}) for one in inner], paddings)
+            paddings = states[0].get("param_alignment_paddings")
+            entries = [one["state"].get(number, {}) for one in inner]
+            _add_flat(found, group, flat, entries, paddings[number] if paddings else None)
     settings = inner[0]["param_groups"]
     for group in settings:
         if "step" in group and "step" not in _keys(inner[0]):  # where DeepSpeed's Adam kept it once

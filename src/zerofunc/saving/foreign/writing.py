@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 import shutil
 from pathlib import Path
 
 import torch
 
 from zerofunc.saving import folders
-from zerofunc.saving.checkpoints import SHARED, own_file
-from zerofunc.saving.files import NAMES, file_checksum, sync_folder, write_one_by_one
+from zerofunc.saving.checkpoints import SHARED, Options, complete, now, own_file
+from zerofunc.saving.files import NAMES, write_one_by_one
 from zerofunc.saving.foreign.found import Found
-from zerofunc.saving.manifest import FORMAT, CheckpointError, Chunk, Manifest, StoredFile, StoredTensor, write_manifest
+from zerofunc.saving.manifest import FORMAT, CheckpointError, Chunk, Manifest, StoredTensor
 from zerofunc.saving.packing import Packed
 from zerofunc.version import __version__
 
@@ -36,18 +35,12 @@ def write(found: Found, destination: Path) -> Path:
         tensors, header = _write_tensors(found, folder)
         for file, tree in trees.items():
             tree.write(folder / file)
-        sync_folder(folder)
-        files = {path.name: path for path in sorted(folder.iterdir())}
-        sums = {name: header if name == _DATA else file_checksum(path) for name, path in files.items()}
-        stored = {n: StoredFile(nbytes=p.stat().st_size, checksum=sums[n]) for n, p in files.items()}
         manifest = Manifest(
-            format=FORMAT, zerofunc=__version__, torch=torch.__version__,
-            saved_at=datetime.datetime.now(datetime.timezone.utc).isoformat(),
+            format=FORMAT, zerofunc=__version__, torch=torch.__version__, saved_at=now(),
             global_steps=found.steps["global_steps"], stage=0, num_ranks=1, optimizer=found.optimizer, ties=found.ties,
-            excluded=(), tensors=tensors, files=stored,
+            excluded=(), tensors={}, files={},
         )  # fmt: skip
-        write_manifest(folder, manifest)
-        folders.commit(folder, save_latest=True)
+        complete(folder, manifest, Options(), tensors, {_DATA: header})
         del held
     except CheckpointError:
         raise

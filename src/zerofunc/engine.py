@@ -23,7 +23,7 @@ from zerofunc.batch_losses import LossFunction, loss_of, on_device
 from zerofunc.config import Config
 from zerofunc.data import RankLoader, RepeatingLoader, rank_loader
 from zerofunc.kernels.selection import explain_second_order
-from zerofunc.precision import autocast, cast_floating, input_dtype, loss_scaler
+from zerofunc.precision import autocast, cast_floating, input_dtype, loss_scaler, needs_loss_scale
 from zerofunc.progress import Progress, Step, log_state
 from zerofunc.readings import Readings
 from zerofunc.resumable import Resumable
@@ -87,7 +87,7 @@ class Engine(Readings, Resumable, nn.Module):
         self._accumulation = Accumulation(self._reducer, stage, num_steps, config.managed_gradient_accumulation)
         self._is_scaled = False
         self._grad_norm: torch.Tensor | None = None
-        self._step_applied = False
+        self._step_applied = self._overflowed = False
         self._batches: Iterator[Any] | None = None
         self._progress = Progress(config, self.global_rank, self.device)
         self._phase = self._reducer.phase = self._progress.timers.phase
@@ -167,9 +167,10 @@ class Engine(Readings, Resumable, nn.Module):
         if self._is_scaled:
             self._is_scaled = False
             return
-        if self.config.fp16.enabled:
+        if needs_loss_scale(self.config):
+            cause = "fp16" if self.fp16_enabled() else "torch_autocast to float16"
             raise RuntimeError(
-                "Loss scaling is required for this configuration (fp16), but backward() was called directly on a "
+                f"Loss scaling is required for this configuration ({cause}), but backward() was called directly on a "
                 "tensor. Use engine.backward(loss), or engine.scale(loss).backward()."
             )
         if self._sharding.stage == 0 and not self.config.zerofunc.direct_backward:
@@ -183,8 +184,8 @@ class Engine(Readings, Resumable, nn.Module):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Collective at the accumulation boundary. Count a micro-step; at the boundary clip and update.
 
-        A step whose gradient has an infinity or a NaN is skipped on all ranks under float16 and bfloat16, and the
-        first such parameter is named in the log.
+        A step whose gradient has an infinity or a NaN is skipped on all ranks under float16 and bfloat16, and under
+        autocast to float16. The first such parameter is named in the log.
 
         Raises:
             RuntimeError: Inside :meth:`no_sync` or :meth:`coalesce_grad_reduction`.
@@ -193,6 +194,7 @@ class Engine(Readings, Resumable, nn.Module):
             context = self._accumulation.context
             raise RuntimeError(f"It is illegal to call Engine.step() inside {context} context manager")
         optimizer = self._need_optimizer()
+        self._step_applied = False
         is_due = self._accumulation.is_due_in_step
         if is_due:
             with self._phase("step"):
@@ -208,13 +210,14 @@ class Engine(Readings, Resumable, nn.Module):
     def _update(self, optimizer: Optimizer, lr_kwargs: dict[str, Any]) -> None:
         """Collective. Reduce what is owed, clip, and let optimizer and schedule step unless the gradient overflows."""
         self._reducer.reduce_owed()
-        self._step_applied = self._clip()
-        if self._step_applied:
+        self._overflowed = not self._clip()
+        if self._overflowed:
+            self.skipped_steps += 1
+        else:
             optimizer.step()
+            self._step_applied = True
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
-        else:
-            self.skipped_steps += 1
         optimizer.zero_grad()
 
     def _report_of(self, samples: int) -> Step:
@@ -232,7 +235,7 @@ class Engine(Readings, Resumable, nn.Module):
         """Collective. Unscale and clip the gradients by their global norm; whether they are finite."""
         scale, limit = self.loss_scaler.scale, self.config.gradient_clipping
         self._grad_norm = grad_norm(self.module) / scale
-        if self.fp16_enabled() or (self.bfloat16_enabled() and self.config.bf16.check_grad_overflow):
+        if needs_loss_scale(self.config) or (self.bfloat16_enabled() and self.config.bf16.check_grad_overflow):
             finite = bool(torch.isfinite(self._grad_norm))
             self.loss_scaler.update(overflow=not finite)
             if not finite:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from zerofunc.config import Config
+from zerofunc.config import Config, Fp16Config
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Data types by the names that configurations give them."""
@@ -19,12 +19,13 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 class LossScaler:
     """The factor on a float16 loss that keeps its gradients from underflow.
 
-    A dynamic scale halves after ``hysteresis`` overflows and doubles after ``window`` steps without one; it never
-    falls below ``minimum``. The same on every rank, as overflows are.
+    A dynamic scale halves after ``hysteresis`` overflows and doubles after ``window`` good steps, those without one. It
+    never falls below ``minimum``. The same on every rank, as overflows are.
 
     Attributes:
         scale: The factor now.
         dynamic: Whether it changes.
+        uncounted: Good steps after the start, and after an overflow, that the window leaves out.
     """
 
     scale: float = 1.0
@@ -33,8 +34,12 @@ class LossScaler:
     hysteresis: int = 2
     consecutive_hysteresis: bool = False
     minimum: float = 1.0
+    uncounted: int = 0
     _good_steps: int = 0
     _overflows_left: int = -1
+
+    def __post_init__(self) -> None:
+        self._good_steps = -self.uncounted
 
     @property
     def is_at_minimum(self) -> bool:
@@ -54,7 +59,7 @@ class LossScaler:
         if self._overflows_left < 0:
             self._overflows_left = self.hysteresis
         if overflow:
-            self._good_steps = 0
+            self._good_steps = -self.uncounted
             if self._overflows_left > 1:
                 self._overflows_left -= 1
             else:
@@ -63,7 +68,7 @@ class LossScaler:
         self._good_steps += 1
         if self.consecutive_hysteresis:
             self._overflows_left = self.hysteresis
-        if self._good_steps and self._good_steps % self.window == 0:  # DeepSpeed's may stand one step before the first
+        if self._good_steps > 0 and self._good_steps % self.window == 0:
             self._overflows_left = self.hysteresis
             self.scale *= 2
 
@@ -75,17 +80,32 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     )
 
 
+def needs_loss_scale(config: Config) -> bool:
+    """Whether gradients are float16 ones, which a loss that is not scaled loses to underflow."""
+    return config.fp16.enabled or autocast_dtype(config) == torch.float16
+
+
 def loss_scaler(config: Config) -> LossScaler:
-    """The loss scaling that a configuration asks for; a factor of 1 without float16."""
+    """The loss scaling that a configuration asks for; a factor of 1 without float16.
+
+    The scale of ``fp16`` moves in the steps in which DeepSpeed's does. Under autocast the section ``fp16`` counts for
+    what it sets; the rest is as in ``torch.amp.GradScaler``.
+    """
     fp16 = config.fp16
-    if fp16.enabled and fp16.loss_scale:
-        return LossScaler(fp16.loss_scale)
-    if not fp16.enabled and autocast_dtype(config) != torch.float16:
+    if not needs_loss_scale(config):
         return LossScaler()
+    if fp16.loss_scale:
+        return LossScaler(fp16.loss_scale)
+    given = fp16.model_fields_set if not fp16.enabled else Fp16Config.model_fields
     return LossScaler(
-        2.0**fp16.initial_scale_power, True, fp16.loss_scale_window, fp16.hysteresis, fp16.consecutive_hysteresis,
-        float(fp16.min_loss_scale),
-    )  # fmt: skip
+        2.0**fp16.initial_scale_power,
+        dynamic=True,
+        window=fp16.loss_scale_window if "loss_scale_window" in given else 2000,
+        hysteresis=fp16.hysteresis if "hysteresis" in given else 1,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        minimum=float(fp16.min_loss_scale),
+        uncounted=int(fp16.enabled),
+    )
 
 
 def input_dtype(config: Config) -> torch.dtype | None:

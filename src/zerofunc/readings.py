@@ -26,6 +26,7 @@ class Readings:
     _accumulation: Accumulation
     _grad_norm: torch.Tensor | None
     _step_applied: bool
+    _overflowed: bool
 
     # -- sizes ----------------------------------------------------------------------------------------------------
 
@@ -69,8 +70,12 @@ class Readings:
         return None if self._grad_norm is None else float(self._grad_norm)
 
     def was_step_applied(self) -> bool:
-        """Whether the last step at a boundary changed the parameters."""
+        """Whether the last :meth:`step` changed the parameters: at a boundary, and the gradient was finite."""
         return self._step_applied
+
+    def overflowed(self) -> bool:
+        """Whether the last update, at a boundary, was skipped for an infinity or a NaN."""
+        return self._overflowed
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""

@@ -37,8 +37,7 @@ class LossScaleViews:
     @property
     def overflow(self) -> bool:
         """Whether the last step at a boundary was skipped for an infinity or a NaN."""
-        engine = self._alive()
-        return engine.global_steps > 0 and not engine.was_step_applied()
+        return self._alive().overflowed()
 
     def _alive(self) -> Engine:
         engine = self._engine()

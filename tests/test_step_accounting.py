@@ -1,7 +1,6 @@
 """What an engine counts and skips: steps that update and steps that do not, beside plain PyTorch."""
 
 import pytest
-import torch
 from torch import distributed as dist
 
 from reference import SGD, STAGES, Net, build, data, engine_of, fit

@@ -125,7 +125,7 @@ class TorchAutocastConfig(_Section):
     enabled: StrictBool = False
     """Whether forwards run under autocast."""
     dtype: AutocastType = "bfloat16"
-    """What it casts to; float16 adds loss scaling, as torch.amp.GradScaler does it where the section fp16 says nothing."""
+    """What it casts to; float16 adds a loss scale, that of torch.amp.GradScaler where the section fp16 says nothing."""
 
 
 class DataTypesConfig(_Section):

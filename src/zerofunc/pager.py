@@ -127,6 +127,11 @@ class _Resident:
     version: int
     work: Work
 
+    def wait(self) -> None:
+        """Block until the page is here. A work is waited for once: gloo's would wait for another message."""
+        self.work.wait()
+        self.work = Done()
+
 
 class Pager:
     """Gathered pages within a budget, the least recently used evicted first.
@@ -206,8 +211,7 @@ class Pager:
                     self._resident.move_to_end(member)
             if page.shards:  # a page of given values is not read again in the next step
                 self._turn_to(first)
-        resident.work.wait()
-        resident.work = Done()
+        resident.wait()
         return resident.buffer
 
     def is_resident(self, page: Page) -> bool:
@@ -286,13 +290,13 @@ class Pager:
                 "activations with new weights. Call backward before changing the shards."
             )
 
-    def _gather(self, page: Page) -> None:
-        """Collective. Start to gather what is not resident of the page's unit."""
+    def _gather(self, page: Page, keep: Iterable[Page] = ()) -> None:
+        """Collective. Start to gather what is not resident of the page's unit, without evicting those to keep."""
         unit = self._unit(page)
         missing = [member for member in unit if not self._is_valid(member)]
         for member in missing:
             self._drop(member)
-        self._make_room(sum(member.gathered_bytes for member in missing), keep=unit)
+        self._make_room(sum(member.gathered_bytes for member in missing), keep=[*unit, *keep])
         for member in missing:
             buffer = self.pool.take(member.layout.padded_numel, member.dtype, member.device)
             self._resident[member] = _Resident(buffer, member.versions(), self._start_gather(member, buffer))
@@ -313,7 +317,7 @@ class Pager:
     def _drop(self, page: Page) -> None:
         resident = self._resident.pop(page, None)
         if resident is not None:
-            resident.work.wait()  # its buffer is being written to
+            resident.wait()  # its buffer is being written to
 
     def _make_room(self, wanted: int, keep: Iterable[Page] = ()) -> None:
         spared = {*keep, *self._pinned, *self._persistent}
@@ -340,7 +344,8 @@ class Pager:
         following, is_sure = self._successor.get((last, page), (page, False))
         if not is_sure or self.is_resident(following):
             return
-        wanted = [*self._unit(page), *self._unit(following)]
-        if sum(member.gathered_bytes for member in wanted) <= self.resident_bytes:
+        stays = [other for other in self._resident if other in self._pinned or other in self._persistent]
+        together = {*self._unit(page), *self._unit(following), *stays}
+        if sum(member.gathered_bytes for member in together) <= self.resident_bytes:
             with below_transforms():
-                self._gather(following)
+                self._gather(following, keep=self._unit(page))

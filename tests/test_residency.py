@@ -5,10 +5,10 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from reference import assert_same_gradients, build, data, mean_over_ranks
 from torch import nn
 
 import zerofunc
+from reference import assert_same_gradients, build, data, mean_over_ranks
 
 LAYER_BYTES, BIAS_BYTES = 8 * 8 * 8, 8 * 8
 

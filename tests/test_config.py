@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -124,6 +125,7 @@ def test_the_own_section_is_read() -> None:
         "resident_bytes": 0,
         "persistence_bytes": 4,
         "prefetch": False,
+        "rounded_masters": True,
         "second_order": True,
         "timeout_s": 30,
         "unsplit": ["moe"],
@@ -308,15 +310,22 @@ def test_a_data_type_has_several_spellings(spelling: str, short: str, long: str)
 
 
 def test_defaults_of_the_caller_stand_for_what_is_absent_and_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    defaults = {"gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": 2}
+    def defaults(given: Mapping[str, Any]) -> dict[str, object]:
+        assert "gradient_clipping" in given or given["train_batch_size"] == 8
+        return {"gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": 2, "data_types.buffer_dtype": "bf16"}
+
     for absent in ({}, {"gradient_clipping": None}, {"gradient_clipping": "auto"}):
         config = load_config({"train_batch_size": 8, **absent}, 2, defaults)
         assert (config.gradient_clipping, config.gradient_accumulation_steps) == (1.0, 2)
+        assert config.data_types.buffer_dtype == "bf16"
     assert caplog.messages == [
         "config: gradient_clipping is not given: 1.0 is taken",
         "config: train_micro_batch_size_per_gpu is not given: 2 is taken",
+        'config: data_types.buffer_dtype is not given: "bf16" is taken',
     ]
-    assert load_config({**BATCH, "gradient_clipping": 0.5}, 1, defaults).gradient_clipping == 0.5
+    chosen = {"gradient_clipping": 0.5, "data_types": {"buffer_dtype": "fp32"}}
+    config = load_config({**BATCH, **chosen}, 1, defaults)
+    assert (config.gradient_clipping, config.data_types.buffer_dtype) == (0.5, "fp32")
 
 
 def test_a_configuration_cannot_be_changed() -> None:

@@ -84,7 +84,7 @@ def test_a_raw_template_is_refused_for_what_only_a_trainer_knows(template: dict[
 @templates
 def test_a_raw_template_loads_once_batch_and_optimizer_are_given(template: dict[str, Any]) -> None:
     rest = {key: value for key, value in template.items() if key not in ("optimizer", "scheduler")}
-    config = load_config(rest, 2, {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0})
+    config = load_config(rest, 2, lambda given: {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0})
     assert (config.train_micro_batch_size_per_gpu, config.gradient_clipping) == (2, 1.0)
 
 

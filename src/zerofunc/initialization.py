@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from zerofunc.collectives import DEFAULT_TIMEOUT_S, joined_ranks
-from zerofunc.config import Config, ConfigError, LeafModuleConfig, load_config
+from zerofunc.config import Config, ConfigError, Defaults, LeafModuleConfig, load_config
 from zerofunc.data import RankLoader, rank_loader
 from zerofunc.engine import Engine
 from zerofunc.launch import DEFAULT_MASTER_PORT, init_distributed
@@ -52,7 +52,7 @@ def initialize(
     dist_init_required: bool | None = None,
     distributed_port: int | None = None,
     mpu: Any = None,
-    defaults: Mapping[str, Any] | None = None,
+    defaults: Defaults | None = None,
 ) -> tuple[Engine, Optimizer | None, RankLoader | None, LRScheduler | None]:
     """Collective. Shard ``model`` and make the engine that trains it.
 
@@ -74,7 +74,7 @@ def initialize(
         dist_init_required: False says that torch.distributed is started already.
         distributed_port: Port of the first machine, where the launcher's environment names none.
         mpu: Must be None: there is no model parallelism; ``mesh`` says which ranks are data-parallel.
-        defaults: Top-level values of the config, taken and logged where a key is absent.
+        defaults: From the config's values to what is taken, and logged, for dotted keys that are absent.
 
     Returns:
         ``(engine, optimizer, dataloader, lr_scheduler)``; what does not apply is None.
@@ -100,6 +100,9 @@ def initialize(
     _cast_buffers(model, resolved)
     shard(model, resolved.zero_optimization.stage, mesh, **_shard_options(model, resolved))
     sharding = sharding_of(model)
+    if resolved.zerofunc.rounded_masters:
+        for page in sharding.pages:  # before the optimizer, which may copy them
+            page.master.copy_(page.master.to(page.dtype))
     _set_reduction(sharding.reducer, resolved)
     allow_untested = resolved.zero_allow_untested_optimizer
     sharding.optimizer = made = make_optimizer(model, optimizer, resolved.optimizer, model_parameters, allow_untested)

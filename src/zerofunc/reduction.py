@@ -66,7 +66,8 @@ class Reducer:
         scale: Factor on the gradients of a backward.
         weight: Factor on this rank's gradients among those of all ranks.
         average: Whether gradients are averaged over the ranks; otherwise they are added up.
-        accumulate_in: Data type that unreduced gradients are kept in; the shards' own where None.
+        accumulate_in: Data type that gradients are added up in, before and after reductions; the shards' own where
+            None. ``shard.grad`` keeps the shard's type, with values of this one.
         communicate_in: Data type that gradients are reduced in; the one that they are kept in where None.
         need_all: Whether a trainable parameter without a gradient is an error.
         in_flight: The most pages whose reduction is under way; each holds a full page of gradient.
@@ -146,8 +147,12 @@ class Reducer:
 
     def _take(self, page: Page) -> torch.Tensor:
         """A buffer for the full gradient of a page."""
-        kept_in = self.accumulate_in if self.accumulate_in and page.master.dtype == torch.float32 else None
-        return self.pool.take(page.layout.padded_numel, kept_in or page.master.dtype, page.device)
+        return self.pool.take(page.layout.padded_numel, self._kept_in(page), page.device)
+
+    def _kept_in(self, page: Page) -> torch.dtype:
+        """What gradients of a page are added up in."""
+        dtype = page.master.dtype
+        return self.accumulate_in if self.accumulate_in and dtype == torch.float32 else dtype
 
     def _is_complete(self, backward: _Backward) -> bool:
         """Whether the page in turn has all the gradients that it can get."""
@@ -246,7 +251,7 @@ class Reducer:
         if self.need_all:
             self._refuse_unused(reported)
         for page, reduced in backward.landed:
-            _accumulate(page, reduced, reported[page].tolist(), self.axes.shard.rank)
+            _accumulate(page, reduced.to(self._kept_in(page)), reported[page].tolist(), self.axes.shard.rank)
 
     def _refuse_unused(self, reported: dict[Page, torch.Tensor]) -> None:
         unused = [
@@ -297,13 +302,13 @@ def _hook(reducer: weakref.ref[Reducer], number: int, slot: int) -> Callable[[to
 
 
 def _accumulate(page: Page, reduced: torch.Tensor, reported: list[int], rank: int) -> None:
-    """Add the reduced gradient of a page to the ``grad`` of its shards; a first one becomes a view of it."""
+    """Add the reduced gradient of a page, in its type, to the ``grad`` of its shards; a first one becomes a view."""
     for slot, shard, flag in zip(page.layout.slots, page.shards, reported, strict=True):
         if not flag:
             continue
         start, stop = page.layout.part(slot, rank)
-        part = alias(reduced, start, (stop - start,))
+        part = alias(reduced, start, (stop - start,)).to(shard.device)
         if shard.grad is None:
             shard.grad = part.to(shard)
         else:
-            shard.grad.add_(part)
+            shard.grad.copy_(shard.grad.to(part.dtype).add_(part))

@@ -1,6 +1,6 @@
 """The DeepSpeed JSON as typed, frozen records: `load_config` reads, checks and resolves it."""
 
-from zerofunc.config.judgement import Judgement, judge, load_config
+from zerofunc.config.judgement import Defaults, Judgement, judge, load_config
 from zerofunc.config.reading import ConfigError
 from zerofunc.config.records import (
     Bf16Config,
@@ -23,6 +23,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataTypesConfig",
+    "Defaults",
     "EngineConfig",
     "FileMonitorConfig",
     "Fp16Config",

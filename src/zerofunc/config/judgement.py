@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,9 +17,11 @@ from zerofunc.config.keys import ALIASES, BOOLEAN_SECTIONS, DEPRECATED, KNOWN_KE
 from zerofunc.config.reading import ConfigError, Document, read_config, show
 from zerofunc.config.records import SECTIONS, Config
 
-__all__ = ["Judgement", "judge", "load_config"]
+__all__ = ["Defaults", "Judgement", "judge", "load_config"]
 
 M = TypeVar("M", bound=BaseModel)
+Defaults = Callable[[Mapping[str, Any]], Mapping[str, object]]
+"""From the values that are given to those of keys, dotted, that are absent."""
 _logger = logging.getLogger("zerofunc.config")
 _warned: set[str] = set()
 _CONTAINERS = {key.rpartition(".")[0] for key in KNOWN_KEYS} - SECTIONS.keys()
@@ -52,7 +54,7 @@ class Judgement:
 
 
 def load_config(
-    config: str | os.PathLike[str] | dict[str, Any], world_size: int, defaults: Mapping[str, object] | None = None
+    config: str | os.PathLike[str] | dict[str, Any], world_size: int, defaults: Defaults | None = None
 ) -> Config:
     """Return the resolved configuration; local, the same on every rank that reads the same input.
 
@@ -62,7 +64,7 @@ def load_config(
         config: Path of a JSON file, JSON text, the same in urlsafe base64, or a dict, which is not changed. Comments
             and trailing commas are allowed.
         world_size: Number of data-parallel ranks, for the batch arithmetic.
-        defaults: Values of top-level keys that are absent, null or "auto"; each one taken is logged.
+        defaults: What is taken for keys that are absent, null or "auto"; each one taken is logged.
 
     Raises:
         ConfigError: With one line for every problem found, each naming file and line, the dotted key, what was
@@ -81,7 +83,7 @@ def load_config(
 
 
 def judge(
-    config: str | os.PathLike[str] | dict[str, Any], world_size: int, defaults: Mapping[str, object] | None = None
+    config: str | os.PathLike[str] | dict[str, Any], world_size: int, defaults: Defaults | None = None
 ) -> Judgement:
     """Return the verdict on every key; arguments as `load_config`, without its warnings and errors.
 
@@ -93,9 +95,12 @@ def judge(
         raise ValueError(f"world_size: expected an integer > 0, found {world_size}")
     document = read_config(config)
     values, findings = _screen(document.values)
-    taken = {key: value for key, value in (defaults or {}).items() if key not in values}
-    values |= taken
-    findings += [Finding(key, None, Verdict.DEFAULT, f"{show(value)} is taken") for key, value in taken.items()]
+    for key, value in (defaults(values) if defaults is not None else {}).items():
+        prefix, _, name = key.rpartition(".")
+        block = values.setdefault(prefix, {}) if prefix else values
+        if isinstance(block, dict) and name not in block:
+            block[name] = value
+            findings.append(Finding(key, None, Verdict.DEFAULT, f"{show(value)} is taken"))
     given = {key: values.pop(key) for key in BatchSizes.model_fields if key in values}
     sizes, refused = _batch(given, findings, world_size)
     # Other problems are found even where the batch sizes are wrong.

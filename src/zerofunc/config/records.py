@@ -132,7 +132,7 @@ class DataTypesConfig(_Section):
     """Data types of what is not computed in."""
 
     grad_accum_dtype: DataType | None = None
-    """What unreduced gradients are kept in; null means the shards' own type."""
+    """What gradients are added up in, over micro-steps too; null means the shards' own type."""
     param_dtype: DataType | None = None
     """Must be what bf16 or fp16 says, and fp32 without them."""
     buffer_dtype: DataType | None = None
@@ -247,6 +247,8 @@ class EngineConfig(_Section):
     """Seconds after which a collective gives up; null takes the process group's."""
     unsplit: list[str] = []
     """Names of modules whose parameters share one page."""
+    rounded_masters: StrictBool = False
+    """Whether masters start from the parameters as bf16 or fp16 rounds them; otherwise from all their digits."""
     checkpoint: SavingConfig = SavingConfig()
     """How checkpoints are saved."""
     second_order: StrictBool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -21,8 +21,22 @@ from zerofunc.launch import DEFAULT_MASTER_PORT
 __all__ = ["initialize"]
 
 ConfigSource = str | os.PathLike[str] | dict[str, Any]
-DEFAULTS = {"gradient_clipping": 1.0}
-"""What DeepSpeed takes for absent keys, where zerofunc takes something else."""
+LOW_PRECISION = ("bf16", "fp16")
+
+
+def defaults(given: Mapping[str, Any]) -> dict[str, object]:
+    """What DeepSpeed takes for absent keys, where zerofunc takes something else.
+
+    Args:
+        given: The values of the configuration.
+    """
+    taken: dict[str, object] = {"gradient_clipping": 1.0}
+    for dtype in LOW_PRECISION:
+        section = given.get(dtype)
+        if isinstance(section, dict) and section.get("enabled") is True:
+            taken["zerofunc.rounded_masters"] = True
+            taken["data_types.grad_accum_dtype"] = taken["communication_data_type"] = dtype
+    return taken
 
 
 def initialize(
@@ -42,9 +56,10 @@ def initialize(
 ) -> tuple[Engine, Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
     """Collective. :func:`zerofunc.initialize` with the arguments in DeepSpeed's order and its defaults.
 
-    Absent ``gradient_clipping`` is 1.0, which the log says. Epochs of the loader have the same order unless the script
-    calls ``loader.data_sampler.set_epoch``. At stage 3 parameters have the ``ds_*`` views, and the optimizer has
-    ``loss_scale`` and the like.
+    Absent ``gradient_clipping`` is 1.0. Under bf16 and fp16 masters start from the rounded parameters, and gradients
+    are added up and reduced in the parameters' type, unless keys of the configuration say otherwise. The log names what
+    is taken. Epochs of the loader have the same order unless the script calls ``loader.data_sampler.set_epoch``. At
+    stage 3 parameters have the ``ds_*`` views, and the optimizer has ``loss_scale`` and the like.
 
     Args:
         args: A namespace with ``deepspeed_config``, where neither ``config`` nor ``config_params`` is given.
@@ -81,7 +96,7 @@ def initialize(
         collate_fn,
         dist_init_required=dist_init_required,
         mpu=mpu,
-        defaults=DEFAULTS,
+        defaults=defaults,
     )
     if loader is not None:
         loader.reshuffles = False  # the script may call loader.data_sampler.set_epoch

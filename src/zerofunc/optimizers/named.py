@@ -139,9 +139,11 @@ def _tensors(entries: list[Any]) -> list[torch.Tensor]:
 
 
 def _may_choose_fused(accepted: list[str], arguments: dict[str, Any], entries: list[Any]) -> bool:
-    """Return whether the class has a fused kernel and nobody chose another."""
+    """Return whether the class has a fused kernel that takes any gradients, and nobody chose another."""
     chosen = ("fused", "foreach", "differentiable")
     settings = [arguments, *(entry for entry in entries if isinstance(entry, dict))]
+    if any(setting.get("momentum") for setting in settings):
+        return False  # fused SGD fails where one parameter gets its first gradient in a later step than another
     return "fused" in accepted and not any(name in setting for setting in settings for name in chosen)
 
 

@@ -1,4 +1,4 @@
-"""Only `collectives.py` and the rank pool may use torch.distributed beyond its types; checkpoints go through DCP."""
+"""Only `collectives.py` with what it stands on, and the rank pool, use torch.distributed; checkpoints go through DCP."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "zerofunc"
 # comm.py is what scripts written for DeepSpeed communicate with by themselves.
-MAY_COMMUNICATE = {"collectives.py", "testing.py", "rank_process.py", "comm.py"}
+MAY_COMMUNICATE = {"collectives.py", "process_groups.py", "agreement.py", "testing.py", "rank_process.py", "comm.py"}
 TYPES = {"DeviceMesh", "ProcessGroup"}
 DISTRIBUTED = "torch.distributed"
 CHECKPOINTS = f"{DISTRIBUTED}.checkpoint."  # plans and storage; it communicates on the group that Axes gives

@@ -139,13 +139,11 @@ class Engine(Readings, Resumable, nn.Module):
             raise ValueError("backward() was given a loss that does not require a gradient (detached, or no_grad)")
         self._need_optimizer()
         share = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-        before, sync = self._reducer.finished, self._reducer.sync
-        scale = self.loss_scaler.scale
+        sync, scale = self._reducer.sync, self.loss_scaler.scale
         try:
             with self._phase("backward"), _expected_backward(), self._reducer.settings(sync, share):
-                (loss * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
-                if self._reducer.finished == before:
-                    self._reducer.finish()
+                with self._reducer.backward():
+                    (loss * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
         except BaseException as error:
             self._reducer.discard()
             explain_second_order(error)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from zerofunc.collectives import DEFAULT_TIMEOUT_S, joined_ranks
+from zerofunc.collectives import joined_ranks
 from zerofunc.config import Config, ConfigError, Defaults, LeafModuleConfig, load_config
 from zerofunc.data import RankLoader, rank_loader
 from zerofunc.engine import Engine
@@ -172,7 +172,7 @@ def _shard_options(model: nn.Module, config: Config) -> dict[str, Any]:
         "persistence_limit_bytes": math.inf if limit is None else limit * itemsize,
         "prefetch": ours.prefetch and zero.stage3_prefetch_bucket_size != 0,
         "unsplit": [*ours.unsplit, *_leaf_modules(model, zero.leaf_module)],
-        "timeout_s": ours.timeout_s or DEFAULT_TIMEOUT_S,
+        "timeout_s": ours.timeout_s,
         "param_dtype": param_dtype,
         "low_precision_masters": config.bf16.enabled and config.bf16.bf16_master_weights_and_grads,
         "masters_on_cpu": any(

@@ -71,6 +71,12 @@ class PageLayout:
     unsplit: str | None = None
 
     @property
+    def label(self) -> str:
+        """What error messages call the page: its number and its first parameters."""
+        names = ", ".join(slot.name for slot in self.slots[:3]) + (", …" if len(self.slots) > 3 else "")
+        return f"page {self.index} ({names})"
+
+    @property
     def shard_numel(self) -> int:
         """Elements of one rank's shard: an even split, rounded up."""
         return -(-self.numel // self.num_shards)

@@ -40,8 +40,7 @@ def build_page(
     full, master = (None, values) if stage == 3 else (values.to(dtype), values[mine])
     if full is not None and (dtype != master_dtype or device != master_device):
         master = master.to(master_device, copy=True)
-    names = ", ".join(slot.name for slot in layout.slots[:3]) + (", …" if len(layout.slots) > 3 else "")
-    page = Page(layout, dtype, master, full=full, label=f"page {layout.index} ({names})")
+    page = Page(layout, dtype, master, full=full, label=layout.label)
     for slot, parameter in zip(layout.slots, parameters, strict=True):
         start, stop = layout.part(slot, axes.shard.rank)
         page.shards.append(own_part(master, start, (stop - start,)).requires_grad_(parameter.requires_grad))

@@ -3,8 +3,10 @@
 A post-accumulate-grad hook on each parameter takes the full local gradient away and packs it into its page's buffer.
 Such hooks fire for ``.backward()`` alone: they are silent under torch.func and torch.autograd.grad, so no transform
 leaves a trace here. Pages are reduced from the last to the first, all of them, on every rank, whatever order their
-gradients come in: a page early, once it and all pages after it have reported; the rest when the backward ends.
-Parameters that did not report count as zeros there; those that reported on no rank keep ``grad=None``, as in one
+gradients come in: a page early, once it and all pages after it have reported; the rest when the backward ends. See
+Note [Order of collectives] in agreement.py for when ranks that use different parameters start a reduction, and when a
+backward may wait for one. A gradient that comes after its page's reduction was started is reduced when the backward
+ends. Parameters that did not report count as zeros; those that reported on no rank keep ``grad=None``, as in one
 process. What a backward has packed counts only when it ends: one that fails leaves nothing behind.
 """
 
@@ -33,22 +35,57 @@ class _Local:
 
 @dataclass
 class _Flight:
-    """A page whose reduction is under way: ``reduced`` holds this rank's part of the sum when it has landed."""
+    """A page whose reduction is under way: ``reduced`` holds this rank's part of the sum when it has landed.
+
+    ``place`` counts the reductions of its backward that were started up to this one.
+    """
 
     page: Page
     reduced: torch.Tensor
     work: Work
+    place: int
 
 
 class _Backward:
-    """One backward that is running: what it has packed, and how far its reductions have come."""
+    """One backward that is running: what it has packed, and how far its reductions have come.
 
-    def __init__(self, pages: list[Page]) -> None:
+    Attributes:
+        number: Which backward of its reducer it is.
+        ending: What ends it with its graph task; None where an engine does.
+        local: For each page, what has come before the reduction was started,
+        late: and what has come afterwards.
+        borrowed: For each page, what earlier backwards had left on this rank and this one has begun to reduce.
+        started: Number of pages, from the last one, whose reduction was started here.
+        known: How many of those every rank is known to have started.
+        is_alone: Whether no other module's reductions can come between these.
+    """
+
+    def __init__(self, number: int, pages: list[Page], ending: _Ending | None, is_alone: bool) -> None:
+        self.number = number
+        self.ending = None if ending is None else weakref.ref(ending)
         self.local = [_Local() for _ in pages]
+        self.late = [_Local() for _ in pages]
+        self.borrowed: dict[int, _Local] = {}
         self.expected = [sum([parameter.requires_grad for parameter in page.parameters]) for page in pages]
-        self.turn = len(pages) - 1
+        self.is_alone = is_alone
+        self.started = self.known = 0
         self.flights: deque[_Flight] = deque()
         self.landed: list[tuple[Page, torch.Tensor]] = []
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its graph task has not failed."""
+        return self.ending is None or self.ending() is not None
+
+    def num_ready(self) -> int:
+        """Pages, from the last one, that are started or have all the gradients that they can get."""
+        count = self.started
+        while count < len(self.local):
+            number = len(self.local) - 1 - count
+            if len(self.local[number].written) < self.expected[number]:
+                break
+            count += 1
+        return count
 
     def land(self, in_flight: int) -> None:
         """Wait until at most ``in_flight`` reductions are under way."""
@@ -58,10 +95,40 @@ class _Backward:
             self.landed.append((flight.page, flight.reduced))  # without the work, which holds the full gradient
 
 
+class _Ending:
+    """Ends the backwards of one graph task, all modules' in the order that every rank follows.
+
+    The graph task's callback alone keeps it: one that is gone belongs to a graph task that has failed.
+    """
+
+    def __init__(self) -> None:
+        self.reducers: list[Reducer] = []
+
+    def end(self) -> None:
+        """Collective. Called by the autograd engine when the graph task ends."""
+        for reducer in sorted(self.reducers, key=lambda reducer: reducer.number):
+            reducer.finish()
+
+
+_endings: weakref.WeakValueDictionary[int, _Ending] = weakref.WeakValueDictionary()  # by graph task
+
+
+def _end_with_task(reducer: Reducer) -> _Ending:
+    """Local. Have a reducer's backward end when the graph task that is running ends."""
+    task = torch._C._current_graph_task_id()
+    ending = _endings.get(task)
+    if ending is None:
+        ending = _endings[task] = made = _Ending()
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: made.end())
+    ending.reducers.append(reducer)
+    return ending
+
+
 class Reducer:
     """Averages the gradients of a sharded module.
 
     Attributes:
+        number: The module's, among those that are sharded over the same ranks.
         sync: Whether the next backward ends in a reduction. Otherwise gradients add up on this rank, full.
         scale: Factor on the gradients of a backward.
         weight: Factor on this rank's gradients among those of all ranks.
@@ -72,17 +139,17 @@ class Reducer:
         need_all: Whether a trainable parameter without a gradient is an error.
         in_flight: The most pages whose reduction is under way; each holds a full page of gradient.
         keep_idle: Whether full-page buffers are kept from one backward to the next.
-        finished: Number of backwards ended.
         owed: Whether a backward ended without the reduction that it needs.
         guard: Called when a backward first reports a gradient; it may raise to forbid the backward.
         phase: Makes the context in which reductions run, such as a timer's.
     """
 
-    def __init__(self, axes: Axes, pages: list[Page], in_flight: int, keep_idle: bool) -> None:
+    def __init__(self, axes: Axes, pages: list[Page], in_flight: int, keep_idle: bool, number: int = 0) -> None:
         self.axes = axes
         self.pages = pages
         self.in_flight = in_flight
         self.keep_idle = keep_idle
+        self.number = number
         self.sync = True
         self.scale = 1.0
         self.weight = 1.0
@@ -93,12 +160,13 @@ class Reducer:
         self.guard: Callable[[], None] = lambda: None
         self.phase: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
         self.pool = BufferPool()
-        self.finished = 0
         self.owed = False
-        self._running: dict[int, _Backward] = {}  # by graph task; several where a backward calls another one
+        self._begun = 0
+        self._running: _Backward | None = None
         self._accumulated = [_Local() for _ in pages]
         self._unreduced: set[int] = set()  # pages that were trainable in a backward since the last reduction
         self._abandoned: list[_Flight] = []
+        axes.main.add_reductions(self)
 
     def attach(self) -> None:
         """Hook every parameter of the pages, frozen ones too. The hooks do not keep the reducer alive."""
@@ -110,22 +178,80 @@ class Reducer:
                 )
                 parameter.requires_grad_(trainable)
 
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Collective where ``sync``. One backward, with all that it calls: it is ended with the context.
+
+        A rank whose loss reaches none of the parameters takes part likewise.
+        """
+        if self._live() is not None:  # of a hook in a backward, whose end is this one's
+            yield
+            return
+        self._running = self._begin(None)
+        yield
+        self.finish()
+
     def take(self, number: int, slot: int, gradient: torch.Tensor) -> None:
         """Collective where ``sync``. Add one parameter's local gradient to the backward that is running."""
-        task = torch._C._current_graph_task_id()
-        if task not in self._running:
-            if not self._running:
-                self.guard()
-            self._running[task] = _Backward(self.pages)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.finish(task))
-        backward = self._running[task]
+        backward = self._live()
+        if backward is None:
+            self.guard()
+            backward = self._running = self._begin(_end_with_task(self))
         with below_transforms():
-            self._pack(backward.local[number], self.pages[number], slot, gradient.detach())
-            if self.sync:
-                while backward.turn >= 0 and self._is_complete(backward):
-                    with self.phase("reduce"):
-                        self._reduce_next(backward)
-                        backward.land(self.in_flight)
+            is_late = len(self.pages) - number <= backward.started
+            local = (backward.late if is_late else backward.local)[number]
+            self._pack(local, self.pages[number], slot, gradient.detach())
+            if self.sync and not is_late:
+                with self.phase("reduce"):
+                    self._advance(backward)
+
+    def _live(self) -> _Backward | None:
+        """The backward that is running; one whose graph task has failed is forgotten."""
+        if self._running is not None and not self._running.is_alive:
+            self.forget_failed()
+        return self._running
+
+    def _begin(self, ending: _Ending | None) -> _Backward:
+        self._begun += 1
+        others = self.axes.main.other_reductions(self)
+        is_alone = not any(isinstance(other, Reducer) and other.is_trainable() for other in others)
+        return _Backward(self._begun, self.pages, ending, is_alone)
+
+    def is_trainable(self) -> bool:
+        """Whether a parameter of the module requires a gradient."""
+        return any([parameter.requires_grad for page in self.pages for parameter in page.parameters])
+
+    # -- reductions, as Note [Order of collectives] has them ----------------------------------------------------------
+
+    def wish(self) -> int:
+        """Local. How many pages this rank has started to reduce, or could; 0 where no backward runs."""
+        backward = self._live()
+        return backward.num_ready() if backward is not None and self.sync else 0
+
+    def start(self, count: int) -> None:
+        """Collective. Start the reductions of the last ``count`` pages, complete or not; all ranks do so now."""
+        backward = self._live()
+        if backward is None:  # this rank's loss has not reached the module yet
+            is_inside = torch._C._current_graph_task_id() != -1
+            backward = self._running = self._begin(_end_with_task(self) if is_inside else None)
+        with below_transforms():
+            while backward.started < count:
+                self._start_next(backward)
+            backward.known = max(backward.known, count)
+
+    def label(self) -> str:
+        """Local. What error messages call the reductions of the backward that is running."""
+        return f"reductions of the gradients of module {self.number} inside a backward"
+
+    def _advance(self, backward: _Backward) -> None:
+        """Collective. Start what is complete, and wait for what is too much under way."""
+        ready = backward.num_ready()
+        while backward.is_alone and backward.started < ready:
+            self._start_next(backward)
+        while ready - backward.started + len(backward.flights) > self.in_flight:
+            if not backward.flights or backward.flights[0].place > backward.known:
+                self.axes.main.ask(self)
+            backward.land(max(0, len(backward.flights) - 1))
 
     def _pack(self, local: _Local, page: Page, slot: int, gradient: torch.Tensor) -> None:
         layout = page.layout.slots[slot]
@@ -154,30 +280,28 @@ class Reducer:
         dtype = page.master.dtype
         return self.accumulate_in if self.accumulate_in and dtype == torch.float32 else dtype
 
-    def _is_complete(self, backward: _Backward) -> bool:
-        """Whether the page in turn has all the gradients that it can get."""
-        return len(backward.local[backward.turn].written) >= backward.expected[backward.turn]
-
-    def _reduce_next(self, backward: _Backward) -> None:
-        """Collective. Start the reduction of the next page in turn; what did not report counts as zero."""
-        number, page = backward.turn, self.pages[backward.turn]
-        backward.turn -= 1
+    def _start_next(self, backward: _Backward) -> None:
+        """Collective. Start the reduction of the next page; what did not report counts as zero."""
+        number = len(self.pages) - 1 - backward.started
+        page, local = self.pages[number], backward.local[number]
+        backward.started += 1
         if not backward.expected[number] and number not in self._unreduced:
             return  # frozen, on every rank
-        full = self._filled(self._merged(backward.local[number], self._accumulated[number], page), page)
+        backward.borrowed[number], self._accumulated[number] = self._accumulated[number], _Local()
+        local = self._merged(local, backward.borrowed[number], page)
+        backward.local[number] = _Local(None, local.written)
+        backward.flights.append(self._reduction(backward, page, local, backward.started, "gradient"))
+
+    def _reduction(self, backward: _Backward, page: Page, local: _Local, place: int, what: str) -> _Flight:
+        """Collective. Start to sum a page's gradient over the main axis, this rank's part."""
+        full = self._filled(local, page)
         if self.communicate_in is not None:
             full = full.to(self.communicate_in)
-        backward.local[number] = _Local(None, backward.local[number].written)
-        label = f"reduction of the gradient of {page.label}"
+        label = f"reduction of the {what} of {page.label} in backward {backward.number}"
         if page.layout.num_shards == 1:
-            reduced, work = full, self.axes.replicate.all_reduce(full, label)
-        else:
-            reduced = self.pool.take(page.layout.shard_numel, full.dtype, full.device)
-            work = self.axes.shard.reduce_scatter(reduced, full, label)
-            if self.axes.replicate.size > 1:
-                work.wait()
-                work = self.axes.replicate.all_reduce(reduced, label)
-        backward.flights.append(_Flight(page, reduced, work))
+            return _Flight(page, full, self.axes.replicate.all_reduce(full, label), place)
+        reduced = self.pool.take(page.layout.shard_numel, full.dtype, full.device)
+        return _Flight(page, reduced, self.axes.shard.reduce_scatter(reduced, full, label), place)
 
     def _merged(self, local: _Local, other: _Local, page: Page) -> _Local:
         """The sum of two unreduced gradients, in the first one's buffer, or the second's where the first has none."""
@@ -203,21 +327,19 @@ class Reducer:
         local.buffer[page.layout.numel :].zero_()
         return local.buffer
 
-    def finish(self, task: int | None = None) -> None:
-        """Collective where ``sync``. End a backward: reduce the pages that are left, and set ``shard.grad``.
-
-        The autograd engine calls it; a rank whose backward reached none of the parameters must call it itself.
-        """
-        backward = self._running.pop(task, None) if task is not None else None
-        backward = backward or _Backward(self.pages)
+    def finish(self) -> None:
+        """Collective where ``sync``. End the backward: reduce the pages that are left, and set ``shard.grad``."""
+        backward = self._live() or self._begin(None)
+        self._running = None
         with below_transforms(), self.phase("reduce"):
             if self.sync:
+                self._running = backward  # ranks may still ask for its reductions
                 try:
                     self._average(backward)
                 except BaseException:
-                    self._abandoned += backward.flights
+                    self.forget_failed()
                     raise
-                self._accumulated = [_Local() for _ in self.pages]
+                self._running = None
                 self._unreduced.clear()
             else:
                 self._unreduced |= {number for number, expected in enumerate(backward.expected) if expected}
@@ -228,7 +350,6 @@ class Reducer:
             self.pool.clear()
             self.axes.shard.free_buffers()
         self.owed = not self.sync
-        self.finished += 1
 
     def reduce_owed(self) -> None:
         """Collective where a backward has left its gradient on the ranks. Reduce it; later ones add to it."""
@@ -237,21 +358,38 @@ class Reducer:
                 self.finish()
 
     def _average(self, backward: _Backward) -> None:
-        while backward.turn >= 0:  # before ranks agree: another one may wait for these pages inside its backward
-            self._reduce_next(backward)
+        self.axes.agree(f"end of a backward of module {self.number}")
+        while backward.started < len(self.pages):
+            self._start_next(backward)
             backward.land(self.in_flight)
-        self.axes.agree("end of a backward")
+        is_late = [bool(local.written) for local in backward.late]
         flags = [
-            slot in local.written for local, page in zip(backward.local, self.pages, strict=True)
+            slot in local.written or slot in late.written
+            for local, late, page in zip(backward.local, backward.late, self.pages, strict=True)
             for slot in range(len(page.parameters))
-        ]  # fmt: skip
-        merged = self.axes.any(torch.tensor(flags, dtype=torch.uint8))
-        reported = dict(zip(self.pages, merged.split([len(page.parameters) for page in self.pages]), strict=True))
+        ]
+        merged = self.axes.any(torch.tensor(flags + is_late, dtype=torch.uint8))
         backward.land(0)
+        for number, flag in enumerate(merged[len(flags) :].tolist()):
+            if flag:
+                page, late = self.pages[number], backward.late[number]
+                backward.flights.append(self._reduction(backward, page, late, len(self.pages), "late gradient"))
+                backward.land(0)
+        self._sum_over_copies(backward)
+        sizes = [len(page.parameters) for page in self.pages]
+        reported = dict(zip(self.pages, merged[: len(flags)].split(sizes), strict=True))
         if self.need_all:
             self._refuse_unused(reported)
         for page, reduced in backward.landed:
             _accumulate(page, reduced.to(self._kept_in(page)), reported[page].tolist(), self.axes.shard.rank)
+
+    def _sum_over_copies(self, backward: _Backward) -> None:
+        """Collective. On a mesh of two axes, sum this rank's parts over the ranks that hold copies of them."""
+        if self.axes.main is not self.axes.replicate:
+            labels = [f"sum of the gradient of {page.label} over copies" for page, _ in backward.landed]
+            pairs = zip(backward.landed, labels, strict=True)
+            for work in [self.axes.replicate.all_reduce(reduced, label) for (_, reduced), label in pairs]:
+                work.wait()
 
     def _refuse_unused(self, reported: dict[Page, torch.Tensor]) -> None:
         unused = [
@@ -275,10 +413,11 @@ class Reducer:
 
     def forget_failed(self) -> None:
         """Free what a backward that raised has packed; called where no backward runs."""
-        if self._running:
-            # What was under way may still be written to; no rank waits for it any more.
-            self._abandoned += [flight for backward in self._running.values() for flight in backward.flights]
-            self._running.clear()
+        failed, self._running = self._running, None
+        if failed is not None:
+            for number, accumulated in failed.borrowed.items():
+                self._accumulated[number] = accumulated
+            self._abandoned += failed.flights  # may still be written to; no rank waits for it any more
 
     @contextmanager
     def settings(self, sync: bool, scale: float) -> Iterator[None]:

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
 from zerofunc.buffers import below_transforms
-from zerofunc.collectives import DEFAULT_TIMEOUT_S, axes_of
+from zerofunc.collectives import axes_of
 from zerofunc.config import load_config
 from zerofunc.filling import first_rank_numbers, home_device
 from zerofunc.launch import init_distributed
@@ -92,7 +92,7 @@ class Init:
         self._dtype = dtype
         offload = resolved.zero_optimization.offload_param if resolved is not None else None
         self._on_cpu = remote_device == "cpu" or (offload is not None and offload.device == "cpu")
-        timeout_s = (resolved.zerofunc.timeout_s if resolved is not None else None) or DEFAULT_TIMEOUT_S
+        timeout_s = resolved.zerofunc.timeout_s if resolved is not None else None
         if self.enabled:
             self._axes = axes_of(mesh, replicate_all=False, timeout_s=timeout_s)
             self._pager = Pager(self._axes, resident_bytes=0, prefetch=False)

@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from zerofunc.buffers import below_transforms, uncompiled
-from zerofunc.collectives import DEFAULT_TIMEOUT_S, Axes, axes_of
+from zerofunc.collectives import Axes, axes_of
 from zerofunc.filling import find_unfilled, first_rank_numbers, give_memory, home_device
 from zerofunc.kernels.selection import select_kernels
 from zerofunc.layout import PageLayout, ParameterSpec, build_pages
@@ -81,8 +81,12 @@ class Sharding:
         slots = {slot.name: (page, i) for page in pages for i, slot in enumerate(page.layout.slots)}
         self.slots = {name: slots[name] for name in names}
         self.optimizer: torch.optim.Optimizer | None = None
+        number = axes.main.number_module()
+        for page in pages:
+            page.label = f"{page.layout.label} of module {number}"
         differentiable = [page for page in pages if page.dtype.is_floating_point]
-        self.reducer = Reducer(axes, differentiable, in_flight=1 if stage >= 2 else len(pages), keep_idle=stage < 2)
+        in_flight = 1 if stage >= 2 else len(pages)
+        self.reducer = Reducer(axes, differentiable, in_flight, keep_idle=stage < 2, number=number)
         self.reducer.attach()
         ids = []
         for name, (page, index) in self.slots.items():
@@ -249,7 +253,7 @@ def shard(
     param_dtype: torch.dtype | None = None,
     low_precision_masters: bool = False,
     masters_on_cpu: bool = False,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float | None = None,
     second_order: bool = False,
 ) -> nn.Module:
     """Collective. Shard a module's parameters over the data-parallel ranks, in place, and return it.
@@ -273,7 +277,7 @@ def shard(
             shards stay float32. Their own data type by default.
         low_precision_masters: Keep shards, and so optimizer state, in that low precision too.
         masters_on_cpu: Keep shards and what an optimizer makes of them on the CPU; the module computes where it is.
-        timeout_s: Seconds after which a rank that waits alone raises.
+        timeout_s: Seconds after which a rank that waits alone raises; those of ``init_distributed`` by default, or 600.
         second_order: Use kernels that have a second derivative in plain forwards too; see
             :func:`zerofunc.second_order`.
 
@@ -282,7 +286,7 @@ def shard(
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage is {stage!r}; expected 0, 1, 2 or 3")
-    if page_bytes < 1 or resident_bytes < 0 or persistence_bytes < 0 or timeout_s <= 0:
+    if page_bytes < 1 or resident_bytes < 0 or persistence_bytes < 0 or (timeout_s is not None and timeout_s <= 0):
         raise ValueError("page_bytes and timeout_s must be positive, resident_bytes and persistence_bytes not negative")
     parameters, unfilled = _parameters_to_shard(module), find_unfilled(module)
     specs = [

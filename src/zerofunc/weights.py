@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import _IncompatibleKeys
 
-from zerofunc.collectives import DEFAULT_TIMEOUT_S, axes_of
+from zerofunc.collectives import axes_of
 from zerofunc.filling import home_device
 from zerofunc.pager import Pager
 from zerofunc.sharded_init import shard_alone
@@ -55,7 +55,7 @@ def load_safetensors(
     places = [place for target in targets.values() if (place := place_of(target)) is not None]
     axes = places[0][0].axes if places else None
     if axes is None and any(_awaits_data(target) for target in targets.values()):
-        axes = axes_of(mesh, replicate_all=False, timeout_s=DEFAULT_TIMEOUT_S)
+        axes = axes_of(mesh, replicate_all=False)
     with ExitStack() as open_files, torch.no_grad():
         problem = None
         try:

@@ -1,0 +1,164 @@
+"""How ranks agree on what comes next, and how they notice that they run different programs.
+
+Note [Order of collectives]. Gathers, reductions and everything else that ranks do together have one order, the same on
+all of them. Before each such operation ranks exchange a *header*: what they are about to do, and how far the
+reductions of a running backward have come. This exchange is the only place where a rank waits for another one whose
+position it does not know, and who waits there helps:
+
+- Every rank starts, in the exchange, the reductions of pages that another rank has started or needs started, whether
+  its own gradients are complete or not. (What comes for them later is reduced at the end of the backward.)
+- A rank whose backward has too many reductions under way *asks* in an exchange of its own. The others, whatever they
+  were about to do, start those reductions and repeat their own header. Afterwards all ranks have started them, so that
+  waiting for them cannot close a circle.
+
+So no backward ever waits for something that another rank starts later, whichever parameters each rank uses, and ranks
+that have diverged see different headers: they raise :class:`DivergenceError` with every rank's own words.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import zlib
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store  # which it does not export to type checkers
+
+GRACE_S = 2.0
+"""Seconds that a rank whose wait has failed gives the others to say what they wait for."""
+
+
+class DivergenceError(RuntimeError):
+    """Ranks ran different programs, or one of them is gone: the message says what each waited for."""
+
+
+class Reductions(Protocol):
+    """The reductions of one module's running backward, in the order that all ranks follow."""
+
+    number: int
+
+    def wish(self) -> int:
+        """Local. How many this rank has started, or could start; 0 where no backward runs."""
+
+    def start(self, count: int) -> None:
+        """Collective. Start them up to the ``count``-th; all ranks do so now."""
+
+    def label(self) -> str:
+        """Local. What error messages call them."""
+
+
+class Channel:
+    """Where the ranks of one axis agree, over a gloo group of its own."""
+
+    def __init__(self, group: dist.ProcessGroup, size: int, rank: int, timeout_s: float, store: Store) -> None:
+        self.group = group
+        self.size = size
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self._store = PrefixStore(f"{group.group_name}/waits/", store)
+        self._mine = torch.zeros(4, dtype=torch.int64)
+        self._all = torch.zeros(size * 4, dtype=torch.int64)
+        self._numbers = itertools.count()
+        self._reductions: WeakValueDictionary[int, Reductions] = WeakValueDictionary()
+
+    def next_number(self) -> int:
+        """Local, the same on all ranks. A number for another module that is sharded over these ranks."""
+        return next(self._numbers)
+
+    def add(self, reductions: Reductions) -> None:
+        """Local. From now on headers speak of these reductions as well."""
+        self._reductions[reductions.number] = reductions
+
+    def others(self, reductions: Reductions) -> list[Reductions]:
+        """Local. Those of other modules."""
+        return [other for other in self._reductions.values() if other is not reductions]
+
+    def agree(self, label: str) -> None:
+        """Collective. Check that every rank is about to do what ``label`` says; help those that need reductions.
+
+        Raises:
+            DivergenceError: On every rank that still runs, with each rank's label, when they differ or when a rank
+                does not arrive within the time-out.
+        """
+        while True:
+            rows = self._exchange(label, is_asking=False)
+            if not any(is_asking for _, is_asking, _, _ in rows):
+                break
+        if len({digest for digest, *_ in rows}) > 1:
+            raise self._diverged(label)
+
+    def ask(self, reductions: Reductions) -> None:
+        """Collective. Have all ranks start these reductions, as many as this rank wishes."""
+        self._exchange(reductions.label(), is_asking=True, of=reductions)
+
+    def _exchange(self, label: str, is_asking: bool, of: Reductions | None = None) -> list[list[int]]:
+        """Collective. All ranks' headers, the reductions that they speak of having been started on this rank too."""
+        candidates = [of] if of is not None else list(self._reductions.values())
+        number, count = max([(r.number, r.wish()) for r in candidates], key=lambda pair: pair[1], default=(0, 0))
+        self._mine.copy_(torch.tensor((zlib.crc32(label.encode()), is_asking, number, count)))
+        try:
+            all_gather(self._all, self._mine, group=self.group, async_op=False)
+        except RuntimeError as error:
+            raise self.lost(label, error) from error
+        rows = self._all.view(self.size, 4).tolist()
+        wished: dict[int, int] = {}
+        for _, _, number, count in rows:
+            wished[number] = max(wished.get(number, 0), count)
+        for number in sorted(number for number, count in wished.items() if count):
+            reductions = self._reductions.get(number)
+            if reductions is not None:  # otherwise the next labels differ: they name the module
+                reductions.start(wished[number])
+        return rows
+
+    # -- errors -------------------------------------------------------------------------------------------------------
+
+    def _diverged(self, label: str) -> DivergenceError:
+        labels: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(labels, label, group=self.group)
+        except RuntimeError as error:
+            return self.lost(label, error)
+        texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(labels))
+        return DivergenceError(
+            f"ranks run different programs. {texts}. Every rank must call the same parts of a sharded model in the "
+            "same order: run the branch on all ranks, keep its parameters on one page (unsplit) or gathered "
+            "(zerofunc.gathered), and loop over zerofunc.join(engine, loader) where ranks have different numbers of "
+            "batches."
+        )
+
+    def lost(self, label: str, error: Exception) -> DivergenceError:
+        """The error to raise when a rank did not take part in ``label``, with what the others say that they wait for.
+
+        Waits a short while for the others, whose waits fail at about the same time.
+        """
+        heard = "; ".join(f"rank {rank}: {text}" for rank, text in self._waits(label).items())
+        return DivergenceError(
+            f"rank {self.rank} of {self.size} waited at {label}, and another rank did not come within "
+            f"{self.timeout_s:g} s or has ended ({str(error).splitlines()[0][:200]}). {heard}. If it ran out of "
+            "batches, loop over zerofunc.join(engine, loader); if it took another branch, run that inside "
+            "zerofunc.gathered(module)."
+        )
+
+    def _waits(self, label: str) -> dict[int, str]:
+        """What each other rank waits for, by what it has written into the store."""
+        found = dict.fromkeys((rank for rank in range(self.size) if rank != self.rank), "not waiting, or ended")
+        try:
+            self._store.set(str(self.rank), label)
+            end, silent = time.monotonic() + GRACE_S, set(found)
+            while silent and time.monotonic() < end:
+                for rank in [rank for rank in silent if self._store.check([str(rank)])]:
+                    found[rank] = self._store.get(str(rank)).decode()
+                    silent.remove(rank)
+                time.sleep(0.02)
+        except RuntimeError:  # the store ended with the rank that held it
+            found = {rank: "unknown, as the ranks' store is gone" for rank in found}
+        return found
+
+
+def all_gather(full: torch.Tensor, shard: torch.Tensor, *, group: dist.ProcessGroup | None, async_op: bool) -> Any:
+    """Collective. ``torch.distributed``'s gather into one tensor, by the name that this version has."""
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    return gather(full, shard, group=group, async_op=async_op)

@@ -1,4 +1,4 @@
-"""`collectives.py` with what it stands on, and the rank pool, use torch.distributed alone; checkpoints go through DCP."""
+"""`collectives.py` with what it stands on, and the rank pool, use torch.distributed; checkpoints go through DCP."""
 
 import ast
 from pathlib import Path

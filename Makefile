@@ -3,7 +3,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 STAGE ?= 3
 
-.PHONY: demo test test-slow test-zoo test-faults check verify bench clean
+.PHONY: demo test test-slow test-zoo test-faults test-fuzz check verify bench clean
 
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/meanflow_digits.py --stage $(STAGE) --out demo
@@ -23,6 +23,10 @@ test-faults: $(READY)
 test-zoo: $(READY)
 	$(BIN)/python -m pytest -q -m zoo tests/zoo
 	PYTHONPATH=tests $(BIN)/python -m zoo.table
+
+# Random programs against plain PyTorch for two hours. Writes the counts into docs/reliability.md.
+test-fuzz: $(READY)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m fuzz --seconds 7200 --from-seed $$(date +%s) --write
 
 check: $(READY)
 	$(BIN)/ruff check

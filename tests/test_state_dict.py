@@ -117,6 +117,19 @@ def test_an_engine_gives_its_state_everywhere_or_on_one_rank(stage):
 
 
 @STAGES
+@pytest.mark.world_size(2)
+def test_a_plain_module_takes_what_one_rank_is_given(stage, tmp_path):
+    engine, plain = engine_of(built(), stage), built(seed=1)
+    state = engine.module_state_dict(rank=0)
+    if dist.get_rank() == 0:
+        torch.save(state, tmp_path / "weights.pt")
+        plain.load_state_dict(torch.load(tmp_path / "weights.pt"))
+        torch.testing.assert_close(dict(plain.state_dict()), dict(built().state_dict()), rtol=0, atol=0)
+    else:
+        assert state == {}
+
+
+@STAGES
 @pytest.mark.world_size(1, 2)
 def test_an_engine_inside_a_module_adds_its_entries(stage):
     outer = nn.Sequential(engine_of(built(), stage))

@@ -7,6 +7,7 @@ Nothing of it happens in a forward or in a hook on an output, so that transforms
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +27,7 @@ from zerofunc.kernels.selection import explain_second_order
 from zerofunc.precision import autocast, cast_floating, input_dtype, loss_scaler, needs_loss_scale
 from zerofunc.progress import Progress, Step, log_state
 from zerofunc.readings import Readings
+from zerofunc.reduction import Reducer
 from zerofunc.resumable import Resumable
 from zerofunc.sharding import Usage, sharding_of, shards
 from zerofunc.trees import clip_factor, full_state, grad_norm, mean, overflowing, scale_gradients
@@ -43,6 +45,29 @@ def _expected_backward() -> Iterator[None]:
         yield
     finally:
         _engine_backwards.pop()
+
+
+def _check_loss(loss: torch.Tensor, method: str) -> None:
+    """Raise ValueError unless a backward can start from it."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(f"{method}() takes a loss of one element, found {found}; use its mean or sum")
+    if not loss.requires_grad:
+        raise ValueError(f"{method}() was given a loss that does not require a gradient (detached, or no_grad)")
+
+
+def _forget_together(optimizer: Optimizer, reducer: Reducer) -> None:
+    """Let ``optimizer.zero_grad()`` forget what is not reduced yet as well, which no shard has as its gradient."""
+    trainer, gradients = weakref.ref(optimizer), weakref.ref(reducer)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        alive, unreduced = trainer(), gradients()
+        if unreduced is not None:
+            unreduced.discard()
+        if alive is not None:
+            type(alive).zero_grad(alive, set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 class Engine(Readings, Resumable, nn.Module):
@@ -85,10 +110,12 @@ class Engine(Readings, Resumable, nn.Module):
         self._reducer.guard = self._guard
         stage, num_steps = self._sharding.stage, config.gradient_accumulation_steps
         self._accumulation = Accumulation(self._reducer, stage, num_steps, config.managed_gradient_accumulation)
-        self._is_scaled = False
+        self._is_scaled = False  # whether the backward that runs came through a scaled loss
         self._grad_norm: torch.Tensor | None = None
         self._step_applied = self._overflowed = False
         self._batches: Iterator[Any] | None = None
+        if optimizer is not None:
+            _forget_together(optimizer, self._reducer)
         self._progress = Progress(config, self.global_rank, self.device)
         self._phase = self._reducer.phase = self._progress.timers.phase
         if config.dump_state and self.global_rank == 0:
@@ -132,11 +159,7 @@ class Engine(Readings, Resumable, nn.Module):
             ValueError: If the loss is not one element that depends on something differentiable.
             RuntimeError: If the loss contains a gradient of a fused kernel that has no second derivative.
         """
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ValueError(f"backward() takes a loss of one element, found {found}; use its mean or sum")
-        if not loss.requires_grad:
-            raise ValueError("backward() was given a loss that does not require a gradient (detached, or no_grad)")
+        _check_loss(loss, "backward")
         self._need_optimizer()
         share = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         sync, scale = self._reducer.sync, self.loss_scaler.scale
@@ -145,7 +168,7 @@ class Engine(Readings, Resumable, nn.Module):
                 with self._reducer.backward():
                     (loss * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
         except BaseException as error:
-            self._reducer.discard()
+            self._reducer.forget_failed()
             explain_second_order(error)
             raise
         shown = loss.detach() * share
@@ -154,28 +177,44 @@ class Engine(Readings, Resumable, nn.Module):
         return shown
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Local. The loss times the float16 loss scale, for one ``.backward()`` by hand."""
+        """Local. The loss times the float16 loss scale, for backwards by hand: ``engine.scale(loss).backward()``.
+
+        Args:
+            loss: One element, this rank's loss.
+
+        Raises:
+            ValueError: If the loss is not one element that depends on something differentiable.
+        """
+        _check_loss(loss, "scale")
+        self._need_optimizer()
+        scaled = loss * self.loss_scaler.scale
+        scaled.register_hook(self._note_scaled)
+        return scaled
+
+    def _note_scaled(self, gradient: torch.Tensor) -> None:
+        """Let the backward that is running, and those inside it, pass :meth:`_guard`."""
         self._is_scaled = True
-        return loss * self.loss_scaler.scale
+        torch.autograd.Variable._execution_engine.queue_callback(self._forget_scaled)
+
+    def _forget_scaled(self) -> None:
+        self._is_scaled = False
 
     def _guard(self) -> None:
         """Refuse a ``loss.backward()`` that would leave wrong gradients."""
         if _engine_backwards:  # of this engine, or of another one whose loss goes through this one's module
             return
-        if self._is_scaled:
-            self._is_scaled = False
-            return
-        if needs_loss_scale(self.config):
+        if needs_loss_scale(self.config) and not self._is_scaled:
             cause = "fp16" if self.fp16_enabled() else "torch_autocast to float16"
             raise RuntimeError(
                 f"Loss scaling is required for this configuration ({cause}), but backward() was called directly on a "
                 "tensor. Use engine.backward(loss), or engine.scale(loss).backward()."
             )
-        if self._sharding.stage == 0 and not self.config.zerofunc.direct_backward:
+        if self._sharding.stage == 0 and not self._is_scaled and not self.config.zerofunc.direct_backward:
             raise RuntimeError(
                 "Direct calls to tensor.backward() are not supported at ZeRO stage 0. Use engine.backward(loss), or "
                 'allow them in the config: "zerofunc": {"direct_backward": true}.'
             )
+        self._accumulation.backwards += 1
 
     # -- step ---------------------------------------------------------------------------------------------------
 
@@ -192,7 +231,7 @@ class Engine(Readings, Resumable, nn.Module):
             context = self._accumulation.context
             raise RuntimeError(f"It is illegal to call Engine.step() inside {context} context manager")
         optimizer = self._need_optimizer()
-        self._step_applied = False
+        self._step_applied = self._is_scaled = False
         is_due = self._accumulation.is_due_in_step
         if is_due:
             with self._phase("step"):
@@ -232,22 +271,28 @@ class Engine(Readings, Resumable, nn.Module):
     def _clip(self) -> bool:
         """Collective. Unscale and clip the gradients by their global norm; whether they are finite."""
         scale, limit = self.loss_scaler.scale, self.config.gradient_clipping
-        self._grad_norm = grad_norm(self.module) / scale
+        trained = self._trained()
+        self._grad_norm = grad_norm(self.module, trained) / scale
         if needs_loss_scale(self.config) or (self.bfloat16_enabled() and self.config.bf16.check_grad_overflow):
             finite = bool(torch.isfinite(self._grad_norm))
             self.loss_scaler.update(overflow=not finite)
             if not finite:
-                self._report_overflow(scale)
+                self._report_overflow(scale, trained)
                 return False
         if limit > 0:
-            scale_gradients(self.module, clip_factor(self._grad_norm, limit) / scale)
+            scale_gradients(self.module, clip_factor(self._grad_norm, limit) / scale, trained)
         elif scale != 1.0:
-            scale_gradients(self.module, torch.tensor(1.0 / scale))
+            scale_gradients(self.module, torch.tensor(1.0 / scale), trained)
         return True
 
-    def _report_overflow(self, scale: float) -> None:
+    def _trained(self) -> list[str]:
+        """Names of the parameters that the optimizer steps: gradients of others add up until they are forgotten."""
+        stepped = {id(shard) for group in self._need_optimizer().param_groups for shard in group["params"]}
+        return [name for name in self._sharding.slots if id(self._sharding.shard(name)) in stepped]
+
+    def _report_overflow(self, scale: float, trained: list[str]) -> None:
         """Collective. Log which parameter's gradient overflowed first, on the first rank."""
-        names = overflowing(self.module)
+        names = overflowing(self.module, trained)
         if self.global_rank == 0:
             _logger.warning(
                 "step %d is skipped: the gradient of %s is infinite or NaN%s; loss scale %g -> %g%s",
@@ -261,6 +306,7 @@ class Engine(Readings, Resumable, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Local. Forget all gradients, those not reduced yet included."""
+        self._is_scaled = False  # if a scaled backward failed
         self._reducer.discard()
         for part in shards(self.module, frozen=True).values():
             part.grad = None if set_to_none or part.grad is None else torch.zeros_like(part)
@@ -332,23 +378,26 @@ class Engine(Readings, Resumable, nn.Module):
             StopIteration: If ``data_iter`` ends.
         """
         losses = []
-        for _ in range(self.gradient_accumulation_steps()):
+        num_steps = self.gradient_accumulation_steps()
+        for place in range(num_steps):
             loss = loss_of(self, self._next_batch(data_iter), loss_fn)
             self.backward(loss)
-            self.step()
             losses.append(loss.detach())
+            if place + 1 == num_steps or self.config.managed_gradient_accumulation:
+                self.step()
         return mean(torch.stack(losses).mean(), self.module)
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """Collective. The mean loss of the next micro-batches over all ranks, in evaluation mode; as train_batch."""
-        was_training = self.training
+        modes = {module: module.training for module in self.modules()}
         self.eval()
         try:
             batches = [self._next_batch(data_iter) for _ in range(self.gradient_accumulation_steps())]
             losses = [loss_of(self, batch, loss_fn) for batch in batches]
         finally:
-            self.train(was_training)
+            for module, is_training in modes.items():
+                module.training = is_training
         return mean(torch.stack(losses).mean(), self.module)
 
     def deepspeed_io(
@@ -391,6 +440,8 @@ class Engine(Readings, Resumable, nn.Module):
 
     def state_dict(self, *args: Any, rank: int | None = None, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Collective at stage 3. Copies of the module's state in full, on the CPU; names begin with ``module.``.
+
+        :meth:`load_state_dict` takes them. :meth:`module_state_dict` has the names that a plain module takes.
 
         Args:
             *args: With these, or keywords of ``nn.Module.state_dict``, entries are those of ``module.state_dict()``:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -98,8 +98,9 @@ def full_gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return full
 
 
-def _gradients(sharding: Sharding) -> dict[str, torch.Tensor]:
-    return {name: shard.grad for name in sharding.slots if (shard := sharding.shard(name)).grad is not None}
+def _gradients(sharding: Sharding, among: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    names = sharding.slots if among is None else among
+    return {name: shard.grad for name in names if (shard := sharding.shard(name)).grad is not None}
 
 
 def unshard(module: nn.Module, tree: Tree) -> dict[str, torch.Tensor]:
@@ -237,20 +238,20 @@ def vdot(a: Tree, b: Tree, module: nn.Module | None = None) -> torch.Tensor:
     return total
 
 
-def grad_norm(module: nn.Module) -> torch.Tensor:
-    """Collective. L2 norm of the mean gradient over all parameters and all ranks' shards, a float64 scalar."""
+def grad_norm(module: nn.Module, among: Collection[str] | None = None) -> torch.Tensor:
+    """Collective. L2 norm of the mean gradient over all ranks' shards of all, or some, parameters: a float64 scalar."""
     sharding = sharding_of(module)
-    gradients = list(_gradients(sharding).values())
+    gradients = list(_gradients(sharding, among).values())
     norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=sharding.pages[0].master.device)]
     squares = torch.stack([norm.double().square() for norm in norms]).sum()
     sharding.axes.agree("norm of the gradient")
     return sharding.axes.shard.sum(squares, "norm of the gradient").sqrt()
 
 
-def overflowing(module: nn.Module) -> list[str]:
+def overflowing(module: nn.Module, among: Collection[str]) -> list[str]:
     """Collective. Names of the parameters whose gradient has an infinity or a NaN, in the module's order."""
     sharding = sharding_of(module)
-    gradients = _gradients(sharding)
+    gradients = _gradients(sharding, among)
     flags = [name in gradients and not gradients[name].isfinite().all() for name in sharding.slots]
     found = sharding.axes.any(torch.tensor(flags, dtype=torch.uint8))
     return [name for name, flag in zip(sharding.slots, found.tolist(), strict=True) if flag]
@@ -274,9 +275,9 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def scale_gradients(module: nn.Module, factor: torch.Tensor) -> None:
-    """Local. Multiply the gradients of the shards by a scalar, in place."""
-    gradients = list(_gradients(sharding_of(module)).values())
+def scale_gradients(module: nn.Module, factor: torch.Tensor, among: Collection[str] | None = None) -> None:
+    """Local. Multiply the gradients of the shards of all, or some, parameters by a scalar, in place."""
+    gradients = list(_gradients(sharding_of(module), among).values())
     if gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 

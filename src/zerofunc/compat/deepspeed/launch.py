@@ -7,6 +7,7 @@ import datetime
 from typing import Any
 
 from zerofunc import launch
+from zerofunc.collectives import joined_ranks
 
 
 def init_distributed(
@@ -34,8 +35,13 @@ def init_distributed(
         config: Accepted.
         rank: This process's number, where the caller launched the processes; -1 leaves it to the environment.
         world_size: How many there are, likewise.
+
+    Raises:
+        RuntimeError: If torch.distributed is not started though it must be.
     """
     if dist_init_required is False:
+        if joined_ranks() is None:
+            raise RuntimeError("dist_init_required is False, but torch.distributed is not started; start it first")
         return
     launch.init_distributed(
         dist_backend,

@@ -6,8 +6,6 @@ Nothing of it happens in a forward or in a hook on an output, so that transforms
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,12 +25,10 @@ from zerofunc.kernels.selection import explain_second_order
 from zerofunc.precision import autocast, cast_floating, input_dtype, loss_scaler, needs_loss_scale
 from zerofunc.progress import Progress, Step, log_state
 from zerofunc.readings import Readings
-from zerofunc.reduction import Reducer
 from zerofunc.resumable import Resumable
 from zerofunc.sharding import Usage, sharding_of, shards
-from zerofunc.trees import clip_factor, full_state, grad_norm, mean, overflowing, scale_gradients
-
-_logger = logging.getLogger("zerofunc.engine")
+from zerofunc.trees import full_state, mean
+from zerofunc.updates import forget_together, unscale_and_clip
 
 _engine_backwards: list[None] = []  # one entry per running one; of the process, as autograd has threads of its own
 
@@ -54,20 +50,6 @@ def _check_loss(loss: torch.Tensor, method: str) -> None:
         raise ValueError(f"{method}() takes a loss of one element, found {found}; use its mean or sum")
     if not loss.requires_grad:
         raise ValueError(f"{method}() was given a loss that does not require a gradient (detached, or no_grad)")
-
-
-def _forget_together(optimizer: Optimizer, reducer: Reducer) -> None:
-    """Let ``optimizer.zero_grad()`` forget what is not reduced yet as well, which no shard has as its gradient."""
-    trainer, gradients = weakref.ref(optimizer), weakref.ref(reducer)
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        alive, unreduced = trainer(), gradients()
-        if unreduced is not None:
-            unreduced.discard()
-        if alive is not None:
-            type(alive).zero_grad(alive, set_to_none)
-
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 class Engine(Readings, Resumable, nn.Module):
@@ -115,7 +97,7 @@ class Engine(Readings, Resumable, nn.Module):
         self._step_applied = self._overflowed = False
         self._batches: Iterator[Any] | None = None
         if optimizer is not None:
-            _forget_together(optimizer, self._reducer)
+            forget_together(optimizer, self._reducer)
         self._progress = Progress(config, self.global_rank, self.device)
         self._phase = self._reducer.phase = self._progress.timers.phase
         if config.dump_state and self.global_rank == 0:
@@ -247,7 +229,10 @@ class Engine(Readings, Resumable, nn.Module):
     def _update(self, optimizer: Optimizer, lr_kwargs: dict[str, Any]) -> None:
         """Collective. Reduce what is owed, clip, and let optimizer and schedule step unless the gradient overflows."""
         self._reducer.reduce_owed()
-        self._overflowed = not self._clip()
+        self._grad_norm, is_finite = unscale_and_clip(
+            self.module, optimizer, self.config, self.loss_scaler, self.global_steps
+        )
+        self._overflowed = not is_finite
         if self._overflowed:
             self.skipped_steps += 1
         else:
@@ -267,42 +252,6 @@ class Engine(Readings, Resumable, nn.Module):
         if self.config.managed_gradient_accumulation:
             return self.train_batch_size()
         return self._accumulation.backwards * self.train_micro_batch_size_per_gpu() * self.world_size
-
-    def _clip(self) -> bool:
-        """Collective. Unscale and clip the gradients by their global norm; whether they are finite."""
-        scale, limit = self.loss_scaler.scale, self.config.gradient_clipping
-        trained = self._trained()
-        self._grad_norm = grad_norm(self.module, trained) / scale
-        if needs_loss_scale(self.config) or (self.bfloat16_enabled() and self.config.bf16.check_grad_overflow):
-            finite = bool(torch.isfinite(self._grad_norm))
-            self.loss_scaler.update(overflow=not finite)
-            if not finite:
-                self._report_overflow(scale, trained)
-                return False
-        if limit > 0:
-            scale_gradients(self.module, clip_factor(self._grad_norm, limit) / scale, trained)
-        elif scale != 1.0:
-            scale_gradients(self.module, torch.tensor(1.0 / scale), trained)
-        return True
-
-    def _trained(self) -> list[str]:
-        """Names of the parameters that the optimizer steps: gradients of others add up until they are forgotten."""
-        stepped = {id(shard) for group in self._need_optimizer().param_groups for shard in group["params"]}
-        return [name for name in self._sharding.slots if id(self._sharding.shard(name)) in stepped]
-
-    def _report_overflow(self, scale: float, trained: list[str]) -> None:
-        """Collective. Log which parameter's gradient overflowed first, on the first rank."""
-        names = overflowing(self.module, trained)
-        if self.global_rank == 0:
-            _logger.warning(
-                "step %d is skipped: the gradient of %s is infinite or NaN%s; loss scale %g -> %g%s",
-                self.global_steps,
-                f"parameter {names[0]!r}" if names else "some parameter, in its square,",
-                f" (and of {len(names) - 1} more)" if len(names) > 1 else "",
-                scale,
-                self.loss_scaler.scale,
-                ", its minimum" if self.loss_scaler.is_at_minimum else "",
-            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Local. Forget all gradients, those not reduced yet included."""

@@ -273,6 +273,7 @@ def test_standard_errors_tell_how_far_the_estimate_is():
     errors = (case.full(diagonal.value) - matrix.diag()) / case.full(diagonal.standard_error)
     assert 0.7 < errors.square().mean().sqrt() < 1.4
     assert curvature.hutchinson_trace(case.ggnvp, case.module, 1).standard_error.isnan()
+    assert float(trace) == trace.value.item()
 
 
 @pytest.mark.world_size(1, 2)

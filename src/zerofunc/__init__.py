@@ -9,6 +9,7 @@ from zerofunc.config import ConfigError
 from zerofunc.data import RepeatingLoader
 from zerofunc.engine import Engine
 from zerofunc.initialization import initialize
+from zerofunc.inner_products import gramian, vdot
 from zerofunc.kernels.selection import second_order
 from zerofunc.launch import init_distributed
 from zerofunc.parameter_space import functional_call, jacfwd
@@ -44,7 +45,7 @@ from zerofunc.saving.manifest import CheckpointError
 from zerofunc.sharded_init import Init
 from zerofunc.sharded_optimizer import shard_optimizer
 from zerofunc.sharding import Usage, refresh, shard, shards, usage
-from zerofunc.trees import clip_grad_norm_, draw, full_gradients, gathered, mean, reshard, unshard, vdot
+from zerofunc.trees import clip_grad_norm_, draw, full_gradients, gathered, mean, reshard, unshard
 from zerofunc.uneven import Join, join
 from zerofunc.version import __version__ as __version__
 from zerofunc.weights import load_safetensors
@@ -71,6 +72,7 @@ __all__ = [
     "full_gradients",
     "functional_call",
     "gathered",
+    "gramian",
     "import_checkpoint",
     "init_distributed",
     "initialize",

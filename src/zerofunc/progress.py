@@ -85,7 +85,7 @@ class Step:
         skipped: Those that were skipped.
         samples: Samples that all ranks have seen so far.
         batch: Those of this step.
-        lr: Learning rate of each parameter group.
+        lr: Learning rate of each parameter group; None where the optimizer chooses it by itself.
         momentum: Momentum, or betas, of each parameter group.
         grad_norm: Global norm of the gradient before clipping, where it was computed.
         loss_scale: The float16 loss scale, where there is one.
@@ -95,7 +95,7 @@ class Step:
     skipped: int
     samples: int
     batch: int
-    lr: list[float]
+    lr: list[float | None]
     momentum: list[Any]
     grad_norm: torch.Tensor | None = None
     loss_scale: float | None = None

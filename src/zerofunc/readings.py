@@ -77,9 +77,10 @@ class Readings:
         """Whether the last update, at a boundary, was skipped for an infinity or a NaN."""
         return self._overflowed
 
-    def get_lr(self) -> list[float]:
-        """Learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self._need_optimizer().param_groups]
+    def get_lr(self) -> list[float | None]:
+        """Learning rate of each parameter group; None where the optimizer chooses it by itself."""
+        rates = [group.get("lr") for group in self._need_optimizer().param_groups]
+        return [None if rate is None else float(rate) for rate in rates]
 
     def get_mom(self) -> list[float | tuple[float, float]]:
         """Momentum, or betas, of each parameter group; 0 where there is none."""

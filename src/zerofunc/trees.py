@@ -12,8 +12,8 @@ from torch import nn
 
 from zerofunc.buffers import outside_transforms
 from zerofunc.pager import Page, Pager
-from zerofunc.sharding import Sharding, place_of, sharding_of, shardings
-from zerofunc.transposed import Mean, Part, Total
+from zerofunc.sharding import Sharding, place_of, sharding_of
+from zerofunc.transposed import Mean, Part
 
 Tree = Mapping[str, torch.Tensor]
 
@@ -214,30 +214,6 @@ def mean(value: torch.Tensor, module: nn.Module) -> torch.Tensor:
     return averaged
 
 
-def vdot(a: Tree, b: Tree, module: nn.Module | None = None) -> torch.Tensor:
-    """Collective. Inner product of two sharded trees over all ranks' parts, a scalar in the trees' data type.
-
-    Differentiable, in every order and nesting; the same on all ranks.
-
-    Args:
-        a: A sharded tree.
-        b: Another one with the same names and lengths.
-        module: The module that they belong to; needed only where several sharded modules have such shards.
-
-    Raises:
-        ValueError: If the trees do not fit together or to the module.
-    """
-    if a.keys() != b.keys():
-        raise ValueError(f"the trees differ in names: {sorted(a.keys() ^ b.keys())[:10]}")
-    for name in a:
-        if a[name].shape != b[name].shape:
-            raise ValueError(f"{name!r} has shapes {tuple(a[name].shape)} and {tuple(b[name].shape)}")
-    sharding = sharding_of(module) if module is not None else _only_sharding_with(a)
-    parts = [torch.dot(a[name], b[name].to(a[name].dtype)) for name in a]
-    total: torch.Tensor = Total.apply(sharding, torch.stack(parts).sum(), "vdot")
-    return total
-
-
 def grad_norm(module: nn.Module, among: Collection[str] | None = None) -> torch.Tensor:
     """Collective. L2 norm of the mean gradient over all ranks' shards of all, or some, parameters: a float64 scalar."""
     sharding = sharding_of(module)
@@ -280,14 +256,3 @@ def scale_gradients(module: nn.Module, factor: torch.Tensor, among: Collection[s
     gradients = list(_gradients(sharding_of(module), among).values())
     if gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-
-
-def _only_sharding_with(tree: Tree) -> Sharding:
-    fitting = [
-        sharding
-        for sharding in shardings()
-        if all(n in sharding.slots and sharding.shard(n).shape == part.shape for n, part in tree.items())
-    ]
-    if len({(s.axes.shard.size, s.axes.shard.rank) for s in fitting}) != 1:
-        raise ValueError(f"{len(fitting)} sharded modules have such shards; say which one: vdot(a, b, module=…)")
-    return fitting[0]

@@ -122,6 +122,12 @@ class Estimate:
     value: Any
     standard_error: Any
 
+    def __float__(self) -> float:
+        """The value, where it is a scalar."""
+        if not isinstance(self.value, torch.Tensor):
+            raise TypeError("float() of an Estimate of a sharded tree; its value and standard_error are trees")
+        return float(self.value)
+
 
 def hutchinson_trace(
     product: Product, module: nn.Module, num_samples: int, *, seed: int = 0, chunk_size: int = 1

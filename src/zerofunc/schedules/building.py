@@ -43,7 +43,7 @@ def build_scheduler(optimizer: Optimizer, type_name: str, params: dict[str, Any]
         params: Its keyword arguments.
 
     Raises:
-        ValueError: If there is no such schedule, or it does not take these parameters.
+        ValueError: If there is no such schedule, it does not take these parameters, or the optimizer has no rate.
     """
     for name, reason in _NOT_BUILDABLE.items():
         if type_name.lower() == name.lower():
@@ -54,6 +54,11 @@ def build_scheduler(optimizer: Optimizer, type_name: str, params: dict[str, Any]
         near = difflib.get_close_matches(type_name.lower(), known, n=1)
         hint = f"; did you mean {known[near[0]].__name__}?" if near else ""
         raise ValueError(f"scheduler.type: expected a known schedule, found {type_name!r}{hint}")
+    if any(group.get("lr") is None for group in optimizer.param_groups):
+        raise ValueError(
+            f"scheduler.type: {kind.__name__} sets learning rates, and the optimizer has none (lr is None: it chooses "
+            "the size of its steps by itself); leave the scheduler out, or give the optimizer a rate"
+        )
     accepted = [name for name in inspect.signature(kind).parameters if name != "optimizer"]
     unknown = sorted(set(params) - set(accepted))
     if unknown:

@@ -40,11 +40,11 @@ class Reductions(Protocol):
 
     number: int
 
-    def wish(self) -> int:
-        """Local. How many this rank has started, or could start; 0 where no backward runs."""
+    def wish(self) -> tuple[int, int]:
+        """Local. Which backward runs, and how many reductions this rank has started or could; 0 where none runs."""
 
-    def start(self, count: int) -> None:
-        """Collective. Start them up to the ``count``-th; all ranks do so now."""
+    def start(self, number: int, count: int) -> bool:
+        """Collective. Start them up to the ``count``-th; all ranks do so now. Whether this rank is in that backward."""
 
     def label(self) -> str:
         """Local. What error messages call them."""
@@ -59,8 +59,8 @@ class Channel:
         self.rank = rank
         self.timeout_s = timeout_s
         self._store = PrefixStore(f"{group.group_name}/waits/", store)
-        self._mine = torch.zeros(4, dtype=torch.int64)
-        self._all = torch.zeros(size * 4, dtype=torch.int64)
+        self._mine = torch.zeros(5, dtype=torch.int64)
+        self._all = torch.zeros(size * 5, dtype=torch.int64)
         self._numbers = itertools.count()
         self._reductions: WeakValueDictionary[int, Reductions] = WeakValueDictionary()
 
@@ -85,7 +85,7 @@ class Channel:
         """
         while True:
             rows = self._exchange(label, is_asking=False)
-            if not any(is_asking for _, is_asking, _, _ in rows):
+            if not any(is_asking for _, is_asking, *_ in rows):
                 break
         if len({digest for digest, *_ in rows}) > 1:
             raise self._diverged(label)
@@ -97,20 +97,25 @@ class Channel:
     def _exchange(self, label: str, is_asking: bool, of: Reductions | None = None) -> list[list[int]]:
         """Collective. All ranks' headers, the reductions that they speak of having been started on this rank too."""
         candidates = [of] if of is not None else list(self._reductions.values())
-        number, count = max([(r.number, r.wish()) for r in candidates], key=lambda pair: pair[1], default=(0, 0))
-        self._mine.copy_(torch.tensor((zlib.crc32(label.encode()), is_asking, number, count)))
+        wishes = [(*r.wish(), r.number) for r in candidates]
+        backward, count, number = max(wishes, key=lambda wish: wish[1], default=(0, 0, 0))
+        self._mine.copy_(torch.tensor((zlib.crc32(label.encode()), is_asking, number, backward, count)))
         try:
             all_gather(self._all, self._mine, group=self.group, async_op=False)
         except RuntimeError as error:
             raise self.lost(label, error) from error
-        rows = self._all.view(self.size, 4).tolist()
-        wished: dict[int, int] = {}
-        for _, _, number, count in rows:
-            wished[number] = max(wished.get(number, 0), count)
-        for number in sorted(number for number, count in wished.items() if count):
-            reductions = self._reductions.get(number)
-            if reductions is not None:  # otherwise the next labels differ: they name the module
-                reductions.start(wished[number])
+        rows = self._all.view(self.size, 5).tolist()
+        wished: dict[int, tuple[int, int]] = {}
+        for _, _, number, backward, count in rows:
+            if count:
+                wished[number] = max(wished.get(number, (0, 0)), (backward, count))
+        for number in sorted(wished):
+            reductions = self._reductions.get(number)  # where it is gone, the next labels differ: they name the module
+            if reductions is not None and not reductions.start(*wished[number]):
+                raise DivergenceError(
+                    f"rank {self.rank} of {self.size} came to {label}, and other ranks are in another backward of "
+                    f"module {number}: one has failed on some ranks alone. Let a backward fail on all ranks or none."
+                )
         return rows
 
     # -- errors -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
 
 from zerofunc.accumulation import Accumulation
+from zerofunc.backwards import is_collecting
 from zerofunc.batch_losses import LossFunction, loss_of, on_device
 from zerofunc.config import Config
 from zerofunc.data import RankLoader, RepeatingLoader, rank_loader
@@ -29,18 +30,6 @@ from zerofunc.resumable import Resumable
 from zerofunc.sharding import Usage, sharding_of, shards
 from zerofunc.trees import full_state, mean
 from zerofunc.updates import forget_together, unscale_and_clip
-
-_engine_backwards: list[None] = []  # one entry per running one; of the process, as autograd has threads of its own
-
-
-@contextmanager
-def _expected_backward() -> Iterator[None]:
-    """Backwards inside were started by an engine."""
-    _engine_backwards.append(None)
-    try:
-        yield
-    finally:
-        _engine_backwards.pop()
 
 
 def _check_loss(loss: torch.Tensor, method: str) -> None:
@@ -146,9 +135,8 @@ class Engine(Readings, Resumable, nn.Module):
         share = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         sync, scale = self._reducer.sync, self.loss_scaler.scale
         try:
-            with self._phase("backward"), _expected_backward(), self._reducer.settings(sync, share):
-                with self._reducer.backward():
-                    (loss * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
+            with self._phase("backward"), self._reducer.settings(sync, share), self._reducer.backward():
+                (loss * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
         except BaseException as error:
             self._reducer.forget_failed()
             explain_second_order(error)
@@ -183,7 +171,7 @@ class Engine(Readings, Resumable, nn.Module):
 
     def _guard(self) -> None:
         """Refuse a ``loss.backward()`` that would leave wrong gradients."""
-        if _engine_backwards:  # of this engine, or of another one whose loss goes through this one's module
+        if is_collecting():  # of this engine, or of another one whose loss goes through this one's module
             return
         if needs_loss_scale(self.config) and not self._is_scaled:
             cause = "fp16" if self.fp16_enabled() else "torch_autocast to float16"

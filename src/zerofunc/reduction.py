@@ -12,116 +12,19 @@ process. What a backward has packed counts only when it ends: one that fails lea
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 
 import torch
 
+from zerofunc.backwards import Backward, Flight, Local, collected, current_ending
 from zerofunc.buffers import BufferPool, alias, below_transforms
-from zerofunc.collectives import Axes, Work
+from zerofunc.collectives import Axes
 from zerofunc.pager import Page
 
-
-@dataclass
-class _Local:
-    """A page's unreduced gradient on this rank, and which of its slots hold something."""
-
-    buffer: torch.Tensor | None = None
-    written: set[int] = field(default_factory=set)
-
-
-@dataclass
-class _Flight:
-    """A page whose reduction is under way: ``reduced`` holds this rank's part of the sum when it has landed.
-
-    ``place`` counts the reductions of its backward that were started up to this one.
-    """
-
-    page: Page
-    reduced: torch.Tensor
-    work: Work
-    place: int
-
-
-class _Backward:
-    """One backward that is running: what it has packed, and how far its reductions have come.
-
-    Attributes:
-        number: Which backward of its reducer it is.
-        ending: What ends it with its graph task; None where an engine does.
-        local: For each page, what has come before the reduction was started,
-        late: and what has come afterwards.
-        borrowed: For each page, what earlier backwards had left on this rank and this one has begun to reduce.
-        started: Number of pages, from the last one, whose reduction was started here.
-        known: How many of those every rank is known to have started.
-        is_alone: Whether no other module's reductions can come between these.
-    """
-
-    def __init__(self, number: int, pages: list[Page], ending: _Ending | None, is_alone: bool) -> None:
-        self.number = number
-        self.ending = None if ending is None else weakref.ref(ending)
-        self.local = [_Local() for _ in pages]
-        self.late = [_Local() for _ in pages]
-        self.borrowed: dict[int, _Local] = {}
-        self.expected = [sum([parameter.requires_grad for parameter in page.parameters]) for page in pages]
-        self.is_alone = is_alone
-        self.started = self.known = 0
-        self.flights: deque[_Flight] = deque()
-        self.landed: list[tuple[Page, torch.Tensor]] = []
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether its graph task has not failed."""
-        return self.ending is None or self.ending() is not None
-
-    def num_ready(self) -> int:
-        """Pages, from the last one, that are started or have all the gradients that they can get."""
-        count = self.started
-        while count < len(self.local):
-            number = len(self.local) - 1 - count
-            if len(self.local[number].written) < self.expected[number]:
-                break
-            count += 1
-        return count
-
-    def land(self, in_flight: int) -> None:
-        """Wait until at most ``in_flight`` reductions are under way."""
-        while len(self.flights) > in_flight:
-            flight = self.flights.popleft()
-            flight.work.wait()
-            self.landed.append((flight.page, flight.reduced))  # without the work, which holds the full gradient
-
-
-class _Ending:
-    """Ends the backwards of one graph task, all modules' in the order that every rank follows.
-
-    The graph task's callback alone keeps it: one that is gone belongs to a graph task that has failed.
-    """
-
-    def __init__(self) -> None:
-        self.reducers: list[Reducer] = []
-
-    def end(self) -> None:
-        """Collective. Called by the autograd engine when the graph task ends."""
-        for reducer in sorted(self.reducers, key=lambda reducer: reducer.number):
-            reducer.finish()
-
-
-_endings: weakref.WeakValueDictionary[int, _Ending] = weakref.WeakValueDictionary()  # by graph task
-
-
-def _end_with_task(reducer: Reducer) -> _Ending:
-    """Local. Have a reducer's backward end when the graph task that is running ends."""
-    task = torch._C._current_graph_task_id()
-    ending = _endings.get(task)
-    if ending is None:
-        ending = _endings[task] = made = _Ending()
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: made.end())
-    ending.reducers.append(reducer)
-    return ending
+_created = itertools.count()
 
 
 class Reducer:
@@ -129,6 +32,7 @@ class Reducer:
 
     Attributes:
         number: The module's, among those that are sharded over the same ranks.
+        place: Its place in the order in which backwards end; ranks create the modules that they share in one order.
         sync: Whether the next backward ends in a reduction. Otherwise gradients add up on this rank, full.
         scale: Factor on the gradients of a backward.
         weight: Factor on this rank's gradients among those of all ranks.
@@ -140,6 +44,7 @@ class Reducer:
         in_flight: The most pages whose reduction is under way; each holds a full page of gradient.
         keep_idle: Whether full-page buffers are kept from one backward to the next.
         owed: Whether a backward ended without the reduction that it needs.
+        num_steps: Optimizer steps of the module so far. Ranks compare them when a backward ends.
         guard: Called when a backward first reports a gradient; it may raise to forbid the backward.
         phase: Makes the context in which reductions run, such as a timer's.
     """
@@ -150,6 +55,7 @@ class Reducer:
         self.in_flight = in_flight
         self.keep_idle = keep_idle
         self.number = number
+        self.place = next(_created)
         self.sync = True
         self.scale = 1.0
         self.weight = 1.0
@@ -161,11 +67,13 @@ class Reducer:
         self.phase: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
         self.pool = BufferPool()
         self.owed = False
+        self.num_steps = 0
         self._begun = 0
-        self._running: _Backward | None = None
-        self._accumulated = [_Local() for _ in pages]
+        self._reported: list[set[int]] | None = None  # for each page, the slots that ever did, on any rank
+        self._running: Backward | None = None
+        self._accumulated = [Local() for _ in pages]
         self._unreduced: set[int] = set()  # pages that were trainable in a backward since the last reduction
-        self._abandoned: list[_Flight] = []
+        self._abandoned: list[Flight] = []
         axes.main.add_reductions(self)
 
     def attach(self) -> None:
@@ -178,25 +86,22 @@ class Reducer:
                 )
                 parameter.requires_grad_(trainable)
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> AbstractContextManager[None]:
         """Collective where ``sync``. One backward, with all that it calls: it is ended with the context.
 
         A rank whose loss reaches none of the parameters takes part likewise.
         """
-        if self._live() is not None:  # of a hook in a backward, whose end is this one's
-            yield
-            return
-        self._running = self._begin(None)
-        yield
-        self.finish()
+        return collected(self)
 
     def take(self, number: int, slot: int, gradient: torch.Tensor) -> None:
         """Collective where ``sync``. Add one parameter's local gradient to the backward that is running."""
-        backward = self._live()
-        if backward is None:
+        ending = current_ending()
+        if self not in ending.reached:
             self.guard()
-            backward = self._running = self._begin(_end_with_task(self))
+            ending.reached[self] = None
+        backward = self._live() or self._begin()
+        backward.is_owned = True
+        backward.endings.add(ending)
         with below_transforms():
             is_late = len(self.pages) - number <= backward.started
             local = (backward.late if is_late else backward.local)[number]
@@ -205,17 +110,18 @@ class Reducer:
                 with self.phase("reduce"):
                     self._advance(backward)
 
-    def _live(self) -> _Backward | None:
-        """The backward that is running; one whose graph task has failed is forgotten."""
+    def _live(self) -> Backward | None:
+        """The backward that is running; one whose graph tasks have failed is forgotten."""
         if self._running is not None and not self._running.is_alive:
             self.forget_failed()
         return self._running
 
-    def _begin(self, ending: _Ending | None) -> _Backward:
+    def _begin(self) -> Backward:
         self._begun += 1
         others = self.axes.main.other_reductions(self)
         is_alone = not any(isinstance(other, Reducer) and other.is_trainable() for other in others)
-        return _Backward(self._begun, self.pages, ending, is_alone)
+        self._running = Backward(self._begun, self.pages, self._reported, is_alone)
+        return self._running
 
     def is_trainable(self) -> bool:
         """Whether a parameter of the module requires a gradient."""
@@ -223,27 +129,39 @@ class Reducer:
 
     # -- reductions, as Note [Order of collectives] has them ----------------------------------------------------------
 
-    def wish(self) -> int:
-        """Local. How many pages this rank has started to reduce, or could; 0 where no backward runs."""
-        backward = self._live()
-        return backward.num_ready() if backward is not None and self.sync else 0
+    def wish(self) -> tuple[int, int]:
+        """Local. Which backward runs, and how many pages this rank has started to reduce or could; 0 where none does.
 
-    def start(self, count: int) -> None:
-        """Collective. Start the reductions of the last ``count`` pages, complete or not; all ranks do so now."""
+        The number is that of the next backward where none runs.
+        """
         backward = self._live()
-        if backward is None:  # this rank's loss has not reached the module yet
-            is_inside = torch._C._current_graph_task_id() != -1
-            backward = self._running = self._begin(_end_with_task(self) if is_inside else None)
+        if backward is None or not self.sync:
+            return self._begun + 1, 0
+        return backward.number, backward.num_ready()
+
+    def start(self, number: int, count: int) -> bool:
+        """Collective. Start the reductions of the last ``count`` pages, complete or not; all ranks do so now.
+
+        Returns:
+            Whether this rank is in the same backward: not where one has failed here or there alone.
+        """
+        backward = self._live() or self._begin()
+        if backward.number < number and not backward.started:
+            backward.number = self._begun = number
+        if backward.number != number:
+            self._begun = max(self._begun, number)
+            return False
         with below_transforms():
             while backward.started < count:
                 self._start_next(backward)
             backward.known = max(backward.known, count)
+        return True
 
     def label(self) -> str:
         """Local. What error messages call the reductions of the backward that is running."""
         return f"reductions of the gradients of module {self.number} inside a backward"
 
-    def _advance(self, backward: _Backward) -> None:
+    def _advance(self, backward: Backward) -> None:
         """Collective. Start what is complete, and wait for what is too much under way."""
         ready = backward.num_ready()
         while backward.is_alone and backward.started < ready:
@@ -252,8 +170,14 @@ class Reducer:
             if not backward.flights or backward.flights[0].place > backward.known:
                 self.axes.main.ask(self)
             backward.land(max(0, len(backward.flights) - 1))
+        if backward.num_held() > self.in_flight + 1 and not backward.is_stuck:
+            # Pages that this rank does not complete, in front of complete ones: another rank may have completed them.
+            before = backward.started
+            self.axes.main.ask(self)
+            backward.is_stuck = backward.started == before
+            backward.land(self.in_flight)
 
-    def _pack(self, local: _Local, page: Page, slot: int, gradient: torch.Tensor) -> None:
+    def _pack(self, local: Local, page: Page, slot: int, gradient: torch.Tensor) -> None:
         layout = page.layout.slots[slot]
         if local.buffer is None:
             local.buffer = self._take(page)
@@ -280,30 +204,30 @@ class Reducer:
         dtype = page.master.dtype
         return self.accumulate_in if self.accumulate_in and dtype == torch.float32 else dtype
 
-    def _start_next(self, backward: _Backward) -> None:
+    def _start_next(self, backward: Backward) -> None:
         """Collective. Start the reduction of the next page; what did not report counts as zero."""
         number = len(self.pages) - 1 - backward.started
         page, local = self.pages[number], backward.local[number]
         backward.started += 1
-        if not backward.expected[number] and number not in self._unreduced:
+        if not backward.trainable[number] and number not in self._unreduced:
             return  # frozen, on every rank
-        backward.borrowed[number], self._accumulated[number] = self._accumulated[number], _Local()
+        backward.borrowed[number], self._accumulated[number] = self._accumulated[number], Local()
         local = self._merged(local, backward.borrowed[number], page)
-        backward.local[number] = _Local(None, local.written)
+        backward.local[number] = Local(None, local.written)
         backward.flights.append(self._reduction(backward, page, local, backward.started, "gradient"))
 
-    def _reduction(self, backward: _Backward, page: Page, local: _Local, place: int, what: str) -> _Flight:
+    def _reduction(self, backward: Backward, page: Page, local: Local, place: int, what: str) -> Flight:
         """Collective. Start to sum a page's gradient over the main axis, this rank's part."""
         full = self._filled(local, page)
         if self.communicate_in is not None:
             full = full.to(self.communicate_in)
         label = f"reduction of the {what} of {page.label} in backward {backward.number}"
         if page.layout.num_shards == 1:
-            return _Flight(page, full, self.axes.replicate.all_reduce(full, label), place)
+            return Flight(page, full, self.axes.replicate.all_reduce(full, label), place)
         reduced = self.pool.take(page.layout.shard_numel, full.dtype, full.device)
-        return _Flight(page, reduced, self.axes.shard.reduce_scatter(reduced, full, label), place)
+        return Flight(page, reduced, self.axes.shard.reduce_scatter(reduced, full, label), place)
 
-    def _merged(self, local: _Local, other: _Local, page: Page) -> _Local:
+    def _merged(self, local: Local, other: Local, page: Page) -> Local:
         """The sum of two unreduced gradients, in the first one's buffer, or the second's where the first has none."""
         if other.buffer is None:
             return local
@@ -317,7 +241,7 @@ class Reducer:
         local.written |= other.written
         return local
 
-    def _filled(self, local: _Local, page: Page) -> torch.Tensor:
+    def _filled(self, local: Local, page: Page) -> torch.Tensor:
         """The page's gradient with zeros in padding and in slots that hold nothing."""
         if local.buffer is None:
             return self._take(page).zero_()
@@ -329,22 +253,21 @@ class Reducer:
 
     def finish(self) -> None:
         """Collective where ``sync``. End the backward: reduce the pages that are left, and set ``shard.grad``."""
-        backward = self._live() or self._begin(None)
-        self._running = None
+        backward = self._live() or self._begin()
+        backward.is_owned = False  # its graph task may be gone already, where an engine ends it
         with below_transforms(), self.phase("reduce"):
             if self.sync:
-                self._running = backward  # ranks may still ask for its reductions
                 try:
                     self._average(backward)
                 except BaseException:
                     self.forget_failed()
                     raise
-                self._running = None
                 self._unreduced.clear()
             else:
-                self._unreduced |= {number for number, expected in enumerate(backward.expected) if expected}
+                self._unreduced |= {number for number, trainable in enumerate(backward.trainable) if trainable}
                 pairs = zip(backward.local, self._accumulated, self.pages, strict=True)
                 self._accumulated = [self._merged(local, before, page) for local, before, page in pairs]
+        self._running = None
         del backward
         if not self.keep_idle:
             self.pool.clear()
@@ -357,8 +280,8 @@ class Reducer:
             with self.settings(True, 1.0):
                 self.finish()
 
-    def _average(self, backward: _Backward) -> None:
-        self.axes.agree(f"end of a backward of module {self.number}")
+    def _average(self, backward: Backward) -> None:
+        self.axes.agree(f"end of a backward of module {self.number} after {self.num_steps} optimizer steps")
         while backward.started < len(self.pages):
             self._start_next(backward)
             backward.land(self.in_flight)
@@ -380,10 +303,12 @@ class Reducer:
         reported = dict(zip(self.pages, merged[: len(flags)].split(sizes), strict=True))
         if self.need_all:
             self._refuse_unused(reported)
+        slots = [{slot for slot, flag in enumerate(reported[page].tolist()) if flag} for page in self.pages]
+        self._reported = [a | b for a, b in zip(self._reported or slots, slots, strict=True)]
         for page, reduced in backward.landed:
             _accumulate(page, reduced.to(self._kept_in(page)), reported[page].tolist(), self.axes.shard.rank)
 
-    def _sum_over_copies(self, backward: _Backward) -> None:
+    def _sum_over_copies(self, backward: Backward) -> None:
         """Collective. On a mesh of two axes, sum this rank's parts over the ranks that hold copies of them."""
         if self.axes.main is not self.axes.replicate:
             labels = [f"sum of the gradient of {page.label} over copies" for page, _ in backward.landed]
@@ -407,7 +332,7 @@ class Reducer:
     def discard(self) -> None:
         """Forget the unreduced gradients, as after an error in a backward. Waits for nobody."""
         self.forget_failed()
-        self._accumulated = [_Local() for _ in self.pages]
+        self._accumulated = [Local() for _ in self.pages]
         self._unreduced.clear()
         self.owed = False
 

@@ -449,4 +449,5 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     updated = [p for p in _parameters_of(optimizer) if p.grad is not None and owner_of(p) is not None]
     torch.autograd.graph.increment_version(updated)
     for sharding in _shardings_of(optimizer):
+        sharding.reducer.num_steps += 1
         sharding.refresh()

@@ -28,6 +28,7 @@ from zerofunc.sharding import (
     DEFAULT_PAGE_BYTES,
     DEFAULT_RESIDENT_BYTES,
     Sharding,
+    is_inside,
     shard,
     sharding_of,
 )
@@ -98,9 +99,11 @@ def initialize(
         device = torch.accelerator.current_accelerator()
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     _cast_buffers(model, resolved)
+    is_first = "_zerofunc" not in model.__dict__
     shard(model, resolved.zero_optimization.stage, mesh, **_shard_options(model, resolved))
     sharding = sharding_of(model)
-    if resolved.zerofunc.rounded_masters:
+    _agree_with_former(sharding, resolved)
+    if resolved.zerofunc.rounded_masters and is_first:
         for page in sharding.pages:  # before the optimizer, which may copy them
             page.master.copy_(page.master.to(page.dtype))
     _set_reduction(sharding.reducer, resolved)
@@ -109,6 +112,26 @@ def initialize(
     schedule = _scheduler(resolved, made, lr_scheduler)
     loader = _loader(sharding, resolved, training_data, collate_fn)
     return Engine(model, resolved, made, schedule, loader), made, loader, schedule
+
+
+def _agree_with_former(sharding: Sharding, config: Config) -> None:
+    """Local, the same on all ranks. Let a new engine begin on a module that had one before: no gradient is left.
+
+    Raises:
+        ValueError: If the former one reduces gradients otherwise.
+    """
+    policy = {
+        "gradient_allreduce_op": config.gradient_allreduce_op,
+        "data_types.grad_accum_dtype": config.data_types.grad_accum_dtype,
+        "communication_data_type": config.communication_data_type,
+        "zero_optimization.ignore_unused_parameters": config.zero_optimization.ignore_unused_parameters,
+        "zerofunc.rounded_masters": config.zerofunc.rounded_masters,
+    }
+    sharding.refuse_other(policy)
+    sharding.settings.update(policy)
+    sharding.reducer.discard()
+    for name in sharding.slots:
+        sharding.shard(name).grad = None
 
 
 def one_config(config: Any, config_params: Any, args: Any) -> Any:
@@ -192,7 +215,7 @@ def _leaf_modules(model: nn.Module, leaves: LeafModuleConfig) -> list[str]:
             or not class_names(type(module)).isdisjoint(leaves.classes)
             or module.__dict__.get(LEAF_MARK, False)
         )
-        if name and is_leaf and not any(name.startswith(f"{outer}.") for outer in found):
+        if is_leaf and not any(is_inside(name, outer) for outer in found):
             found.append(name)
     return found
 

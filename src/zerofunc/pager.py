@@ -20,7 +20,7 @@ import torch
 
 from zerofunc.buffers import BufferPool, below_transforms, own_part, uncompiled
 from zerofunc.collectives import Axes, Done, Work
-from zerofunc.layout import PageLayout
+from zerofunc.layout import PageLayout, Slot
 
 
 @dataclass(eq=False)
@@ -41,6 +41,7 @@ class Page:
         copies: Memory of full parameters that were copied, by offset and version, while something uses it.
         unit: The pages of an unsplit module that has several (frozen and trained, of two data types), this one
             included. A rank that reads one gathers all: ranks may use different parts of the module.
+        trained_dtype: Data type of ``master`` as soon as a parameter is trained.
     """
 
     layout: PageLayout
@@ -54,11 +55,12 @@ class Page:
     label: str = ""
     copies: WeakValueDictionary[tuple[int, int], torch.UntypedStorage] = field(default_factory=WeakValueDictionary)
     unit: list[Page] = field(default_factory=list)
+    trained_dtype: torch.dtype | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Page:
         """A page of its own with equal values (stage 3)."""
         assert self.full is None
-        page = Page(self.layout, self.dtype, self.master.clone(), label=self.label)
+        page = Page(self.layout, self.dtype, self.master.clone(), label=self.label, trained_dtype=self.trained_dtype)
         memo[id(self)] = page
         offsets = itertools.accumulate((old.numel() for old in self.shards), initial=0)
         pairs = zip(offsets, self.shards, strict=False)
@@ -66,6 +68,28 @@ class Page:
         page.parameters = [copy.deepcopy(parameter, memo) for parameter in self.parameters]
         page.note_changes()
         return page
+
+    def give_masters(self) -> None:
+        """Local. Where a frozen page is trained from now on: keep this rank's shard in the precision of training."""
+        if self.trained_dtype in (None, self.master.dtype) or not any([p.requires_grad for p in self.parameters]):
+            return
+        with below_transforms():
+            self.master = self.master.to(self.trained_dtype)
+            start = 0
+            for shard in self.shards:
+                stop = start + len(shard)
+                torch.Tensor.data.__set__(shard, own_part(self.master, start, (stop - start,)))  # type: ignore[attr-defined]
+                start = stop
+
+    def moved_slot(self) -> Slot | None:
+        """Local. A parameter that is an ordinary tensor and does not lie in ``full`` any more; None if all do."""
+        if self.full is None:
+            return None
+        first, itemsize = self.full.data_ptr(), self.full.itemsize
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            if slot.numel and parameter.data_ptr() != first + slot.offset * itemsize:
+                return slot
+        return None
 
     def versions(self) -> int:
         """A number that grows whenever a shard of the page is changed."""

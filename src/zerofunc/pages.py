@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from zerofunc.buffers import own_part
 from zerofunc.collectives import Axes
-from zerofunc.layout import PageLayout
+from zerofunc.layout import PageLayout, Slot
 from zerofunc.paged_tensor import PagedTensor
 from zerofunc.pager import Page, Pager
 
@@ -20,10 +22,14 @@ PIECE_NUMEL = 1 << 20  # elements of a first value that travel at a time, so tha
 def build_page(
     layout: PageLayout, parameters: list[nn.Parameter], stage: int, axes: Axes, low_precision: bool, on_cpu: bool
 ) -> Page:
-    """Collective. One page with the first rank's values."""
-    dtype, device, _ = layout.key
-    is_low = dtype.is_floating_point and dtype.itemsize < 4
-    master_dtype = torch.float32 if is_low and not low_precision else dtype
+    """Collective. One page with the first rank's values.
+
+    Frozen parameters that are given in low precision have no masters in a higher one until they are thawed.
+    """
+    dtype, device, is_trained = layout.key
+    trained_dtype = torch.float32 if _is_low(dtype) and not low_precision else dtype
+    has_masters = is_trained or not all(_is_low(parameter.dtype) for parameter in parameters)
+    master_dtype = trained_dtype if has_masters else dtype
     master_device = torch.device("cpu") if on_cpu else device
     first = axes.shard.rank * layout.shard_numel
     mine = slice(first, first + layout.shard_numel)
@@ -40,11 +46,15 @@ def build_page(
     full, master = (None, values) if stage == 3 else (values.to(dtype), values[mine])
     if full is not None and (dtype != master_dtype or device != master_device):
         master = master.to(master_device, copy=True)
-    page = Page(layout, dtype, master, full=full, label=layout.label)
+    page = Page(layout, dtype, master, full=full, label=layout.label, trained_dtype=trained_dtype)
     for slot, parameter in zip(layout.slots, parameters, strict=True):
         start, stop = layout.part(slot, axes.shard.rank)
         page.shards.append(own_part(master, start, (stop - start,)).requires_grad_(parameter.requires_grad))
     return page
+
+
+def _is_low(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < 4
 
 
 def _first_values(
@@ -67,23 +77,27 @@ def _first_values(
 def replace_parameters(page: Page, parameters: list[nn.Parameter], stage: int, pager: Pager) -> None:
     """Local. Make parameters, their identity and attributes kept, those of a page."""
     for slot, parameter in zip(page.layout.slots, parameters, strict=True):
-        new: torch.Tensor
-        if stage == 3:
-            new = PagedTensor(pager, page, slot)
+        if page.full is not None and not parameter.is_meta and not isinstance(parameter, PagedTensor):
+            parameter.data = own_part(page.full, slot.offset, slot.shape)  # hooks and graphs of it stay as they are
         else:
-            assert page.full is not None
-            new = own_part(page.full, slot.offset, slot.shape)
-        replacement = nn.Parameter(new, parameter.requires_grad)
-        del new
-        try:
-            swap(parameter, replacement)
-        except RuntimeError as error:
-            raise ValueError(
-                f"parameter {slot.name!r} is in use by a graph or a weak reference ({error}); shard the module before "
-                "its first forward"
-            ) from error
+            _swap_for(page, slot, parameter, pager)
         page.parameters.append(parameter)
     page.note_changes()
+
+
+def _swap_for(page: Page, slot: Slot, parameter: nn.Parameter, pager: Pager) -> None:
+    """Local. Give a parameter another content than an ordinary tensor's, or than it had on the meta device."""
+    new = PagedTensor(pager, page, slot) if page.full is None else own_part(page.full, slot.offset, slot.shape)
+    replacement = nn.Parameter(new, parameter.requires_grad)
+    del new
+    try:
+        swap(parameter, replacement)
+    except RuntimeError as error:
+        raise ValueError(
+            f"parameter {slot.name!r} is in use by a graph, a scripted module or a weak reference ({error}). Shard the "
+            "module before its first forward, script no part that has parameters (torch.jit holds them itself; stages "
+            "0 to 2 take such parts), and compute in forward() what a module keeps of its parameters' values."
+        ) from error
 
 
 def swap(parameter: torch.Tensor, replacement: torch.Tensor) -> None:
@@ -96,13 +110,24 @@ def swap(parameter: torch.Tensor, replacement: torch.Tensor) -> None:
     """
     of_content = {*PagedTensor.__annotations__, "_is_param"}
     vars(replacement).update({k: v for k, v in vars(parameter).items() if k not in of_content})
+    references = parameter._use_count()  # type: ignore[attr-defined]
     if not weakref.getweakrefs(parameter):
         torch.utils.swap_tensors(parameter, replacement)
-        return
-    references = parameter._use_count()  # type: ignore[attr-defined]
-    if references > 1:
+    elif references > 1:
         raise RuntimeError(f"{references} references")
-    kind, attributes = type(parameter), parameter.__dict__
-    parameter.__class__, parameter.__dict__ = type(replacement), replacement.__dict__
-    replacement.__class__, replacement.__dict__ = kind, attributes
-    torch._C._swap_tensor_impl(parameter, replacement)
+    else:
+        kind, attributes = type(parameter), parameter.__dict__
+        parameter.__class__, parameter.__dict__ = type(replacement), replacement.__dict__
+        replacement.__class__, replacement.__dict__ = kind, attributes
+        torch._C._swap_tensor_impl(parameter, replacement)
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # hooks are the content's, their list is not
+        if getattr(parameter, name):
+            setattr(parameter, name, getattr(parameter, name))
+
+
+def release_derived(module: nn.Module) -> None:
+    """Local. Cut off what ``torch.nn.utils.weight_norm`` and ``spectral_norm`` keep, and make anew in every forward."""
+    for inner in module.modules():
+        for hook in inner._forward_pre_hooks.values():
+            if isinstance(hook, WeightNorm | SpectralNorm):
+                setattr(inner, hook.name, getattr(inner, hook.name).detach())

@@ -118,6 +118,8 @@ class Reducer:
 
     def _begin(self) -> Backward:
         self._begun += 1
+        for page in self.pages:
+            page.give_masters()
         others = self.axes.main.other_reductions(self)
         is_alone = not any(isinstance(other, Reducer) and other.is_trainable() for other in others)
         self._running = Backward(self._begun, self.pages, self._reported, is_alone)

@@ -83,7 +83,9 @@ class Resumable:
         Raises:
             CheckpointError: On every rank, if one of them cannot write, or an earlier save in the background failed.
             ValueError: If an argument cannot be used.
+            RuntimeError: If the module has other parameters than were sharded.
         """
+        self._sharding.check_intact()
         if not os.fspath(save_dir):
             raise ValueError("save_dir is empty; expected a folder")
         ours = self.config.zerofunc.checkpoint

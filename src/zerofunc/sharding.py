@@ -31,9 +31,10 @@ from zerofunc.kernels.selection import select_kernels
 from zerofunc.layout import PageLayout, ParameterSpec, build_pages
 from zerofunc.paged_tensor import PagedTensor
 from zerofunc.pager import Page, Pager
-from zerofunc.pages import build_page, replace_parameters
+from zerofunc.pages import build_page, release_derived, replace_parameters
 from zerofunc.reduction import Reducer
 from zerofunc.state_tensor import give_addresses
+from zerofunc.structure import Structure, was_replaced
 
 MIB = 1 << 20
 DEFAULT_PAGE_BYTES = 8 * MIB
@@ -81,6 +82,7 @@ class Sharding:
         slots = {slot.name: (page, i) for page in pages for i, slot in enumerate(page.layout.slots)}
         self.slots = {name: slots[name] for name in names}
         self.optimizer: torch.optim.Optimizer | None = None
+        self.settings: dict[str, Any] = {}  # what it was sharded with
         number = axes.main.number_module()
         for page in pages:
             page.label = f"{page.layout.label} of module {number}"
@@ -94,6 +96,7 @@ class Sharding:
                 _owners[id(tensor)] = _Owner(weakref.ref(self), name, is_shard)
                 ids.append(id(tensor))
         weakref.finalize(self, lambda: [_owners.pop(i) for i in ids])
+        self._structure: Structure | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding | None:
         """The state of a deep copy of the module; at stages 0 to 2 that copy is an ordinary module."""
@@ -114,42 +117,45 @@ class Sharding:
         page, index = self.slots[name]
         shard, parameter = page.shards[index], page.parameters[index]
         if shard.requires_grad != parameter.requires_grad:
+            page.give_masters()
             with enable_inplace_requires_grad(True):  # allowed inside a transform as well
                 shard.requires_grad_(parameter.requires_grad)
         return shard
 
-    @functools.cached_property
-    def places(self) -> list[tuple[dict[str, Any], str, str]]:
-        """Where each parameter is registered, several times where tied: (owner's dict, attribute, name)."""
-        module = self.module()
-        assert module is not None
-        names = {id(page.parameters[index]): name for name, (page, index) in self.slots.items()}
-        return [
-            (owner._parameters, attribute, names[id(parameter)])
-            for owner in module.modules()
-            for attribute, parameter in owner._parameters.items()
-            if id(parameter) in names
-        ]
-
     def check_intact(self) -> None:
-        """Check that the module still has the parameters that were sharded.
+        """Check that the module still has the parameters that were sharded, and no others.
 
         Raises:
-            RuntimeError: If one was replaced, or moved by ``module.to(...)``.
+            RuntimeError: If one was put in, replaced, taken out, or moved by ``module.to(...)``.
         """
-        for registered, attribute, name in self.places:
-            page, index = self.slots[name]
-            parameter = page.parameters[index]
-            same = registered.get(attribute) is parameter
-            if same and page.full is not None:
-                expected = page.full.data_ptr() + page.layout.slots[index].offset * page.full.itemsize
-                same = parameter.numel() == 0 or parameter.data_ptr() == expected
-            if not same:
-                raise RuntimeError(
-                    f"parameter {name!r} was replaced or moved after the module was sharded (by assignment, .to(), "
-                    ".half(), tying …), so that training its shards would train nothing. Change the module first, "
-                    "then shard it."
-                )
+        module = self.module()
+        assert module is not None
+        if self._structure is None:
+            self._structure = Structure(module)
+        elif not self._structure.is_same():
+            self._structure.refuse_changes(module)
+        for page in self.pages:
+            moved = page.moved_slot()
+            if moved is not None:
+                raise was_replaced(moved.name)
+
+    def refuse_other(self, settings: Mapping[str, Any]) -> None:
+        """Local, the same on all ranks. Check that the module was sharded with these settings.
+
+        Raises:
+            ValueError: With each setting that differs.
+        """
+        other = [
+            f"{name} is {self.settings[name]!r}, asked for now: {value!r}"
+            for name, value in settings.items()
+            if name in self.settings and self.settings[name] != value
+        ]
+        if other:
+            raise ValueError(
+                f"the module is sharded already, with other settings: {'; '.join(other)}. A module is sharded once: "
+                "ask for the same settings, or build the module anew and load its weights."
+            )
+        self.check_intact()
 
     def refresh(self) -> None:
         """Collective where parameters or shards have changed. Make the module's parameters equal to the shards.
@@ -261,7 +267,8 @@ def shard(
     Names, shapes and ``state_dict`` keys do not change, and parameters keep their identity and attributes. Every rank
     starts from the parameters and buffers of the first rank. What is on the meta device gets values page by page, from
     the ``reset_parameters`` of its module or an ``_init_weights`` around it. Afterwards ``loss.backward()`` leaves the
-    mean gradient over all ranks in the ``grad`` of :func:`shards`.
+    mean gradient over all ranks in the ``grad`` of :func:`shards`. A module that was sharded with the same settings is
+    returned as it is.
 
     Args:
         module: Any module, on its final device and in its final data types, or built in :class:`zerofunc.Init`.
@@ -282,12 +289,18 @@ def shard(
             :func:`zerofunc.second_order`.
 
     Raises:
-        ValueError: If the stage, a size or a module name is not valid, or the module is sharded or part of a graph.
+        ValueError: If the stage, a size or a module name is not valid, the module is part of a graph or was sharded
+            with other settings, or parameters share memory.
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage is {stage!r}; expected 0, 1, 2 or 3")
     if page_bytes < 1 or resident_bytes < 0 or persistence_bytes < 0 or (timeout_s is not None and timeout_s <= 0):
         raise ValueError("page_bytes and timeout_s must be positive, resident_bytes and persistence_bytes not negative")
+    settings = {name: value for name, value in locals().items() if name != "module"}
+    settings["unsplit"] = unsplit = sorted(unsplit)
+    if isinstance(module.__dict__.get("_zerofunc"), Sharding):
+        sharding_of(module).refuse_other(settings)
+        return module
     parameters, unfilled = _parameters_to_shard(module), find_unfilled(module)
     specs = [
         ParameterSpec(name, parameter.shape, _key(parameter, param_dtype), inside)
@@ -297,6 +310,7 @@ def shard(
     axes.agree(f"shard(stage={stage}, page_bytes={page_bytes}) of {[(s.name, tuple(s.shape)) for s in specs]}")
     pager = Pager(axes, resident_bytes, persistence_bytes, prefetch, persistence_limit_bytes)
     pages = []
+    release_derived(module)
     with below_transforms():
         for inner, _ in unfilled:
             give_memory(inner)
@@ -308,6 +322,7 @@ def shard(
             replace_parameters(page, page_parameters, stage, pager)  # which frees what they held before
             pages.append(page)
     sharding = module.__dict__["_zerofunc"] = Sharding(module, stage, axes, pages, pager, parameters)
+    sharding.settings = settings
     if unfilled:
         with first_rank_numbers(axes), torch.no_grad():
             for inner, fillers in unfilled:
@@ -334,7 +349,29 @@ def _parameters_to_shard(module: nn.Module) -> dict[str, nn.Parameter]:
             raise ValueError(f"parameter {name!r} is {parameter.dtype}; trainable parameters are floating point")
         if parameter.layout != torch.strided:
             raise ValueError(f"parameter {name!r} has layout {parameter.layout}; expected a strided tensor")
+    _refuse_shared_memory(parameters)
     return parameters
+
+
+def _refuse_shared_memory(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters that are views of the same memory: on pages they would be copies of one another."""
+    held = [(p, name) for name, p in parameters.items() if type(p) is nn.Parameter and p.numel() and not p.is_meta]
+    ranges = sorted((p.data_ptr(), p.data_ptr() + _span(p), name) for p, name in held)
+    last, owner = 0, ""
+    for start, stop, name in ranges:
+        if start < last:
+            raise ValueError(
+                f"parameters {owner!r} and {name!r} share memory without being one object, which sharding cannot keep. "
+                "Register one nn.Parameter in both places, or compute the one from the other in forward()."
+            )
+        if stop > last:
+            last, owner = stop, name
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * stride for size, stride in sizes) + 1) * tensor.itemsize
 
 
 def _key(parameter: nn.Parameter, param_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.device, bool]:
@@ -348,7 +385,12 @@ def _unsplit(module: nn.Module, parameters: Iterable[str], unsplit: Iterable[str
     for name in wanted:
         if name not in known:
             raise ValueError(f"unsplit names {name!r}, which is not a module of {type(module).__name__}")
-    return [next((outer for outer in wanted if name.startswith(f"{outer}.")), None) for name in parameters]
+    return [next((outer for outer in wanted if is_inside(name, outer)), None) for name in parameters]
+
+
+def is_inside(name: str, outer: str) -> bool:
+    """Whether something of this name lies inside a module of that name; the root's is empty."""
+    return not outer or name.startswith(f"{outer}.")
 
 
 def _layouts(specs: list[ParameterSpec], num_shards: int, page_bytes: int) -> list[PageLayout]:

@@ -37,7 +37,8 @@ class StateTensor(PagedTensor):
 def give_addresses(module: nn.Module) -> None:
     """Local. From now on such tensors are what ``state_dict()`` of a module, and of those inside, holds."""
     for inner in module.modules():
-        inner.register_state_dict_post_hook(_give_addresses)
+        if not isinstance(inner, torch.jit.ScriptModule):  # which takes no hooks
+            inner.register_state_dict_post_hook(_give_addresses)
 
 
 def _give_addresses(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:

@@ -48,6 +48,7 @@ def export(
     """
     to, max_bytes = weights_folder.dtype_named(dtype), weights_folder.bytes_in(max_shard_size)
     sharding = sharding_of(module)
+    sharding.check_intact()
     inner = sharding.module()
     assert inner is not None
     tensors = _tensors(inner, exclude_frozen)

@@ -63,6 +63,7 @@ def test_the_table_of_ones_own_model_is_ok(tmp_path, monkeypatch):
     cells = [cell for cell in CELLS if cell.models is None and cell.name != "linearize"]
     monkeypatch.setattr("zerofunc.cli.CELLS", cells)
     result, outcomes = verify(tmp_path, f"{__name__}:scaled", "--stages", "0,3", "--nproc", "1")
+    assert "Buffers, such as BatchNorm's statistics, are each rank's own" in " ".join(result.output.split())
     assert result.exit_code == 0, result.output
     assert {(outcome["stage"], outcome["status"]) for outcome in outcomes} == {(0, "ok"), (3, "ok")}
     assert len(outcomes) == 2 * len(cells)

@@ -126,6 +126,7 @@ def test_the_own_section_is_read() -> None:
         "persistence_bytes": 4,
         "prefetch": False,
         "rounded_masters": True,
+        "broadcast_buffers": True,
         "second_order": True,
         "timeout_s": 30,
         "unsplit": ["moe"],

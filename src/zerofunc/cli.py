@@ -71,6 +71,9 @@ def verify(
     bad = [outcome for outcome in outcomes if outcome.status not in (OK, CANNOT)]
     count = sum(outcome.status == OK for outcome in outcomes)
     console.print(f"{count} ok, {len(bad)} not ok, {len(outcomes) - count - len(bad)} that PyTorch cannot do")
+    console.print(
+        "Buffers, such as BatchNorm's statistics, are each rank's own; shard(…, broadcast_buffers=True) says not."
+    )
     raise typer.Exit(1 if bad else 0)
 
 

@@ -45,6 +45,21 @@ def first_rank_numbers(axes: Axes) -> Iterator[None]:
                 generator.set_rng_state(own)
 
 
+def send_buffers(module: nn.Module, axes: Axes) -> None:
+    """Collective. Give every rank the first rank's buffers; those that are the same already are not written to."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
+    for name, buffer in module.named_buffers():
+        by_kind.setdefault((buffer.dtype, buffer.device), []).append((name, buffer))
+    for named in by_kind.values() if axes.num_ranks > 1 else ():
+        mine = torch.cat([buffer.reshape(-1) for _, buffer in named])
+        firsts = mine.clone()
+        names = ", ".join(f"{name} {list(buffer.shape)}" for name, buffer in named)
+        axes.broadcast(firsts, f"broadcast of the first rank's buffers ({names})")
+        for (_, buffer), first in zip(named, firsts.split([buffer.numel() for _, buffer in named]), strict=True):
+            if not torch.equal(buffer, first.view_as(buffer)):
+                buffer.copy_(first.view_as(buffer))
+
+
 # -- the meta device --------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
+from zerofunc.admission import is_inside
 from zerofunc.collectives import joined_ranks
 from zerofunc.config import Config, ConfigError, Defaults, LeafModuleConfig, load_config
 from zerofunc.data import RankLoader, rank_loader
@@ -28,7 +29,6 @@ from zerofunc.sharding import (
     DEFAULT_PAGE_BYTES,
     DEFAULT_RESIDENT_BYTES,
     Sharding,
-    is_inside,
     shard,
     sharding_of,
 )
@@ -202,6 +202,7 @@ def _shard_options(model: nn.Module, config: Config) -> dict[str, Any]:
             o is not None and o.device == "cpu" for o in (zero.offload_optimizer, zero.offload_param)
         ),
         "second_order": ours.second_order,
+        "broadcast_buffers": ours.broadcast_buffers,
     }
 
 

@@ -24,11 +24,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zerofunc.buffers import below_transforms, uncompiled
+from zerofunc.admission import layouts_of, parameters_to_shard, specs_of
+from zerofunc.buffers import below_transforms, outside_transforms, uncompiled
 from zerofunc.collectives import Axes, axes_of
-from zerofunc.filling import find_unfilled, first_rank_numbers, give_memory, home_device
+from zerofunc.filling import find_unfilled, first_rank_numbers, give_memory, send_buffers
 from zerofunc.kernels.selection import select_kernels
-from zerofunc.layout import PageLayout, ParameterSpec, build_pages
 from zerofunc.paged_tensor import PagedTensor
 from zerofunc.pager import Page, Pager
 from zerofunc.pages import build_page, release_derived, replace_parameters
@@ -261,6 +261,7 @@ def shard(
     masters_on_cpu: bool = False,
     timeout_s: float | None = None,
     second_order: bool = False,
+    broadcast_buffers: bool = False,
 ) -> nn.Module:
     """Collective. Shard a module's parameters over the data-parallel ranks, in place, and return it.
 
@@ -287,6 +288,8 @@ def shard(
         timeout_s: Seconds after which a rank that waits alone raises; those of ``init_distributed`` by default, or 600.
         second_order: Use kernels that have a second derivative in plain forwards too; see
             :func:`zerofunc.second_order`.
+        broadcast_buffers: Begin every forward in training mode with the first rank's buffers, as DDP does. By default
+            they are each rank's own after the start, such as BatchNorm's running statistics.
 
     Raises:
         ValueError: If the stage, a size or a module name is not valid, the module is part of a graph or was sharded
@@ -301,11 +304,11 @@ def shard(
     if isinstance(module.__dict__.get("_zerofunc"), Sharding):
         sharding_of(module).refuse_other(settings)
         return module
-    parameters, unfilled = _parameters_to_shard(module), find_unfilled(module)
-    specs = [
-        ParameterSpec(name, parameter.shape, _key(parameter, param_dtype), inside)
-        for (name, parameter), inside in zip(parameters.items(), _unsplit(module, parameters, unsplit), strict=True)
-    ]
+    parameters, unfilled = (
+        parameters_to_shard(module, lambda tensor: owner_of(tensor) is not None),
+        find_unfilled(module),
+    )
+    specs = specs_of(module, parameters, unsplit, param_dtype)
     axes = axes_of(mesh, replicate_all=stage == 0, timeout_s=timeout_s)
     axes.agree(f"shard(stage={stage}, page_bytes={page_bytes}) of {[(s.name, tuple(s.shape)) for s in specs]}")
     pager = Pager(axes, resident_bytes, persistence_bytes, prefetch, persistence_limit_bytes)
@@ -314,9 +317,8 @@ def shard(
     with below_transforms():
         for inner, _ in unfilled:
             give_memory(inner)
-        for name, buffer in module.named_buffers():
-            axes.broadcast(buffer, f"first broadcast of buffer {name!r}")
-        for layout in _layouts(specs, axes.shard.size, page_bytes):
+        send_buffers(module, axes)
+        for layout in layouts_of(specs, axes.shard.size, page_bytes):
             page_parameters = [parameters[slot.name] for slot in layout.slots]
             page = build_page(layout, page_parameters, stage, axes, low_precision_masters, masters_on_cpu)
             replace_parameters(page, page_parameters, stage, pager)  # which frees what they held before
@@ -336,66 +338,6 @@ def shard(
     select_kernels(module, second_order)
     _watch_optimizers()
     return module
-
-
-def _parameters_to_shard(module: nn.Module) -> dict[str, nn.Parameter]:
-    parameters = dict(module.named_parameters())
-    if not parameters:
-        raise ValueError(f"{type(module).__name__} has no parameters to shard")
-    for name, parameter in parameters.items():
-        if owner_of(parameter) is not None:
-            raise ValueError(f"parameter {name!r} is sharded already; a parameter belongs to one sharded module")
-        if not parameter.is_floating_point() and parameter.requires_grad:
-            raise ValueError(f"parameter {name!r} is {parameter.dtype}; trainable parameters are floating point")
-        if parameter.layout != torch.strided:
-            raise ValueError(f"parameter {name!r} has layout {parameter.layout}; expected a strided tensor")
-    _refuse_shared_memory(parameters)
-    return parameters
-
-
-def _refuse_shared_memory(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse parameters that are views of the same memory: on pages they would be copies of one another."""
-    held = [(p, name) for name, p in parameters.items() if type(p) is nn.Parameter and p.numel() and not p.is_meta]
-    ranges = sorted((p.data_ptr(), p.data_ptr() + _span(p), name) for p, name in held)
-    last, owner = 0, ""
-    for start, stop, name in ranges:
-        if start < last:
-            raise ValueError(
-                f"parameters {owner!r} and {name!r} share memory without being one object, which sharding cannot keep. "
-                "Register one nn.Parameter in both places, or compute the one from the other in forward()."
-            )
-        if stop > last:
-            last, owner = stop, name
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return (sum((size - 1) * stride for size, stride in sizes) + 1) * tensor.itemsize
-
-
-def _key(parameter: nn.Parameter, param_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.device, bool]:
-    dtype = param_dtype if param_dtype is not None and parameter.is_floating_point() else parameter.dtype
-    return dtype, home_device() if parameter.is_meta else parameter.device, parameter.requires_grad
-
-
-def _unsplit(module: nn.Module, parameters: Iterable[str], unsplit: Iterable[str]) -> list[str | None]:
-    known = {name for name, _ in module.named_modules()}
-    wanted = sorted(unsplit, key=len)
-    for name in wanted:
-        if name not in known:
-            raise ValueError(f"unsplit names {name!r}, which is not a module of {type(module).__name__}")
-    return [next((outer for outer in wanted if is_inside(name, outer)), None) for name in parameters]
-
-
-def is_inside(name: str, outer: str) -> bool:
-    """Whether something of this name lies inside a module of that name; the root's is empty."""
-    return not outer or name.startswith(f"{outer}.")
-
-
-def _layouts(specs: list[ParameterSpec], num_shards: int, page_bytes: int) -> list[PageLayout]:
-    itemsize = max(spec.key[0].itemsize for spec in specs)
-    return list(build_pages(specs, num_shards, max(1, page_bytes // itemsize)))
 
 
 def sharding_of(module: nn.Module) -> Sharding:
@@ -451,6 +393,9 @@ def _before_forward(module: nn.Module, args: Any) -> None:
         return
     if torch._C._current_graph_task_id() == -1:
         sharding.reducer.forget_failed()
+    if module.training and sharding.settings.get("broadcast_buffers") and torch._C._current_graph_task_id() == -1:
+        with outside_transforms():
+            send_buffers(module, sharding.axes)
     if sharding.stage < 3:  # at stage 3 the pager sees changes when it is read
         with torch._C._DisableFuncTorch():
             sharding.refresh()

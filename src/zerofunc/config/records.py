@@ -251,6 +251,8 @@ class EngineConfig(_Section):
     """Whether masters start from the parameters as bf16 or fp16 rounds them; otherwise from all their digits."""
     checkpoint: SavingConfig = SavingConfig()
     """How checkpoints are saved."""
+    broadcast_buffers: StrictBool = False
+    """Whether a forward in training mode begins with the first rank's buffers, as DDP's does."""
     second_order: StrictBool = False
     """Whether plain forwards use kernels that have a second derivative, as `zerofunc.second_order()` does."""
 

@@ -28,6 +28,7 @@ _FACTORIES = {
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
     "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
 }  # fmt: skip
+_META = torch.device("meta")
 _METADATA = {"is_same_size", "_has_same_storage_numel"}
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
@@ -139,18 +140,15 @@ class PagedTensor(torch.Tensor):
         if isinstance(base, PagedTensor):
             if func in _ALIASES:
                 return base._same()
+            if func._opname == "to":  # seen whole below autograd, where a kernel for zeros asks for metadata
+                return func.decompose(*args, **kwargs)
             if _is_view(func):
                 return base._lazy(func, args[1:], kwargs)
             if func is aten._to_copy.default and _is_autocast(base, kwargs):
                 return base._lazy(func, args[1:], kwargs)
-        name = func._opname
-        if name in _METADATA:
-            return func(*_map(args, _meta), **kwargs)
-        if name in _FACTORIES and isinstance(base, PagedTensor):
-            device = kwargs.get("device") or base.device
-            return func(base._meta, *args[1:], **{**kwargs, "device": device})
-        if func is aten._new_zeros_with_same_feature_meta.default:
-            return _new_zeros(func, args, kwargs)
+        known = _from_metadata(func, base, args, kwargs)
+        if known is not NotImplemented:
+            return known
         if func._schema.is_mutable:
             written = _written(func, args, kwargs)
             if written:
@@ -310,6 +308,20 @@ _metas: dict[Any, Any] = {}
 
 def _meta(tensor: PagedTensor) -> torch.Tensor:
     return tensor._meta
+
+
+def _from_metadata(func: Any, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator gives that asks for metadata alone; NotImplemented for others."""
+    name = func._opname
+    if name in _METADATA:
+        return func(*_map(args, _meta), **kwargs)
+    if func is aten._new_zeros_with_same_feature_meta.default:
+        return _new_zeros(func, args, kwargs)
+    if isinstance(base, PagedTensor) and name in _FACTORIES:
+        return func(base._meta, *args[1:], **{**kwargs, "device": kwargs.get("device") or base.device})
+    if isinstance(base, PagedTensor) and func is aten._to_copy.default and kwargs.get("device") == _META:
+        return func(base._meta, **kwargs)
+    return NotImplemented
 
 
 def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -8,7 +8,9 @@ Nothing is gathered for longer than a page is read (see transposed.py and paged_
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,7 +66,24 @@ def functional_call(
             parameters.update((n, t) for n, t in zip(names, gathered, strict=True) if n in shards)
     prefix = "" if module is sharding.module() else "module."
     named = {prefix + name: tensor for name, tensor in parameters.items()}
-    return torch.func.functional_call(module, named, args, kwargs)
+    with _put_back(module):
+        return torch.func.functional_call(module, named, args, kwargs)
+
+
+@contextmanager
+def _put_back(module: nn.Module) -> Iterator[None]:
+    """Local. Afterwards modules that are registered twice have their own tensors again.
+
+    ``torch.func.functional_call`` puts a tensor back for every name, and the second time it finds the override there.
+    """
+    times = Counter(inner for _, inner in module.named_modules(remove_duplicate=False))
+    repeated = [inner for inner, count in times.items() if count > 1]
+    before = [(held, dict(held)) for inner in repeated for held in (inner._parameters, inner._buffers)]
+    try:
+        yield
+    finally:
+        for held, own in before:
+            held.update(own)
 
 
 def _check(sharding: Sharding, shards: Tree, full: Tree) -> list[bool]:

@@ -7,6 +7,7 @@ whose derivatives PyTorch gets wrong or lacks, until that submodule returns.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import re
 import sys
@@ -87,7 +88,16 @@ def _never(*args: Any) -> bool:
     return False
 
 
-_GLOBALS = {**vars(F), **{name: _never for name in vars(F) if name.startswith("has_torch_function")}}
+class _LiveGlobals(dict[str, Any]):
+    """The names of ``torch.nn.functional`` as they are now: a program may have put functions of its own there."""
+
+    def __missing__(self, name: str) -> Any:
+        if name in vars(F):
+            return vars(F)[name]
+        return vars(builtins)[name]
+
+
+_GLOBALS = _LiveGlobals({name: _never for name in vars(F) if name.startswith("has_torch_function")})
 
 
 @functools.cache

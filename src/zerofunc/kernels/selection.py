@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.overrides import TorchFunctionMode
 
+from zerofunc.kernels import dispatched
 from zerofunc.kernels.composites import COMPOSITES, PAST_FORWARD_MODE, PLAIN_LAYERS, WITHOUT_VMAP
 
 
@@ -153,6 +154,7 @@ def select_kernels(module: nn.Module, second_order: bool = False) -> None:
         always = second_order or "create_graph" in words or isinstance(submodule, _WeightNorm)
         enter = functools.partial(_enter, name=name, always=always, differentiates=bool(words & _TRANSFORMS))
         submodule.register_forward_pre_hook(enter, prepend=True)
+    dispatched.install()
 
 
 _TRANSFORMS = {"grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize", "make_dual"}

@@ -288,6 +288,72 @@ class Lookahead(Momentum):
         """Step nothing, as one that wraps another optimizer does."""
 
 
+class Distance(Own):
+    """As Prodigy and D-Adaptation: an estimate over all parameters, which begins to matter after some steps."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["travelled"] = 0.0
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        assert param.grad is not None
+        group["travelled"] += float(param.grad.abs().sum())
+        return param.grad * max(1.0, group["travelled"] - 1e6)
+
+
+class SilentNorm(Own):
+    """A norm that changes nothing but for gradients that are never tried."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        assert param.grad is not None
+        return param.grad / torch.clamp(param.grad.norm() / 1e6, min=1.0)
+
+
+class Averaging(Own):
+    """As a schedule-free one: a mode for training, and numbers common to all parameters that count steps."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.update(training=False, steps=0)
+
+    def train(self) -> None:
+        for group in self.param_groups:
+            group["training"] = True
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if not group["training"]:
+                raise RuntimeError("not in train mode")
+            group["steps"] += 1
+        super().step()
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        assert param.grad is not None
+        return param.grad / group["steps"]
+
+
+class Wrapper:
+    """Steps another optimizer, without being one."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+
+    param_groups = property(lambda self: self.base.param_groups)
+    state = property(lambda self: self.base.state)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def step(self) -> None:
+        self.base.step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                with torch.no_grad():
+                    param.mul_(0.99)
+
+
 def scope(kind: Any, **more: Any) -> str:
     optimizer = kind(leaves(3), **more)
     return scope_of(optimizer, optimizer.param_groups[0])
@@ -298,7 +364,10 @@ def test_what_an_unknown_optimizers_update_depends_on_is_found_out(lr: Any) -> N
     before = torch.random.get_rng_state()
     assert scope(Momentum, lr=lr) == "element"
     assert scope(Lamb, lr=lr) == "parameter"
-    assert scope(GlobalNorm, lr=lr) == scope(CountsCalls, lr=lr) == "model"
+    assert scope(GlobalNorm, lr=lr) == scope(CountsCalls, lr=lr) == scope(Distance, lr=lr) == "model"
+    assert scope(SilentNorm, lr=lr) == "parameter"
+    assert scope(Averaging, lr=lr) == "element"
+    assert scope(lambda params, lr: Wrapper(Momentum(params, lr)), lr=lr) == "element"
     assert torch.equal(torch.random.get_rng_state(), before)
 
 

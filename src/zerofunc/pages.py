@@ -78,6 +78,7 @@ def replace_parameters(page: Page, parameters: list[nn.Parameter], stage: int, p
     """Local. Make parameters, their identity and attributes kept, those of a page."""
     for slot, parameter in zip(page.layout.slots, parameters, strict=True):
         if page.full is not None and not parameter.is_meta and not isinstance(parameter, PagedTensor):
+            parameter.grad = None
             parameter.data = own_part(page.full, slot.offset, slot.shape)  # hooks and graphs of it stay as they are
         else:
             _swap_for(page, slot, parameter, pager)

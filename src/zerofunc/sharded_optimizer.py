@@ -12,7 +12,14 @@ from torch.optim import Optimizer
 
 from zerofunc.config import OptimizerConfig
 from zerofunc.logical_optimizer import LogicalOptimizer
-from zerofunc.optimizers import build_optimizer, muon_optimizer, needs_whole_parameters, refuse_known, scope_of
+from zerofunc.optimizers import (
+    build_optimizer,
+    is_optimizer,
+    muon_optimizer,
+    needs_whole_parameters,
+    refuse_known,
+    scope_of,
+)
 from zerofunc.sharding import Sharding, owner_of, sharding_of
 
 _logger = logging.getLogger(__name__)
@@ -53,6 +60,11 @@ def shard_optimizer(
         moved = [sharding.shard(name) for sharding, name in found]
         pairs += list(zip(group["params"], moved, strict=True))
         group["params"] = moved
+    if not is_elementwise and not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"optimizer: {type(optimizer).__name__} wraps one that needs whole parameters, which one rank would have "
+            "to step; give the optimizer that it wraps, or use stage 0"
+        )
     made = optimizer if is_elementwise else LogicalOptimizer(optimizer)
     for param, shard in pairs:
         if before.get(param):
@@ -99,14 +111,14 @@ def make_optimizer(
     Raises:
         ValueError: As in :func:`shard_optimizer`, or if the name or a parameter of it is not known.
     """
-    if isinstance(given, Optimizer):
+    if is_optimizer(given):
         return shard_optimizer(given, module, allow_untested=allow_untested)
     if given is None and named is None:
         return None
     entries = _trainable(module, model_parameters)
     if given is not None:
-        made = given(entries)
-        if not isinstance(made, Optimizer):
+        made = given(entries)  # type: ignore[operator]  # a factory: the rest was an optimizer
+        if not is_optimizer(made):
             raise ValueError(f"optimizer returned {type(made).__name__}; expected a torch.optim.Optimizer")
         return shard_optimizer(made, module, allow_untested=allow_untested)
     assert named is not None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
 
+from zerofunc.optimizers.dataflow import DataFlow
 from zerofunc.optimizers.lion import Lion
 from zerofunc.optimizers.named import WHOLE, elementwise_class
 from zerofunc.optimizers.stepping import step_with, twin_of
@@ -17,14 +18,16 @@ from zerofunc.optimizers.stepping import step_with, twin_of
 Scope = Literal["element", "parameter", "model"]
 """The element's own history, that of its parameter's other elements as well, or other parameters too."""
 
-_NUM_STEPS = 3
+_NUM_STEPS = 8  # some wait for a few before they move
 
 
 def scope_of(optimizer: Optimizer, group: dict[str, Any]) -> Scope:
     """What an element's update depends on, for the parameters of one group; local, the same on all ranks.
 
     A class of ``torch.optim`` is known. Another one takes a few steps on two small matrices with the group's settings:
-    together, apart, and cut into flat pieces as ranks hold them. What it does only to large tensors goes unseen.
+    together, apart, and cut into flat pieces as ranks hold them; and with other gradients of the first, which neither
+    the second nor what is kept for all parameters may show. Its operators are watched meanwhile, so that a norm that
+    changes nothing yet is seen as well. What it does only to large tensors goes unseen.
 
     Args:
         optimizer: Any optimizer; its parameters and its state are left alone.
@@ -42,37 +45,68 @@ def scope_of(optimizer: Optimizer, group: dict[str, Any]) -> Scope:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor to try an optimizer on, and its gradients in the steps."""
+    """A tensor to try an optimizer on, and where its gradients lead it, more or less."""
 
     value: torch.Tensor
-    gradients: list[torch.Tensor]
+    target: torch.Tensor
+    noise: list[torch.Tensor]
 
     def flat(self, start: int, stop: int) -> _Piece:
         """A part of it, 1-D."""
-        return _Piece(self.value.flatten()[start:stop], [g.flatten()[start:stop] for g in self.gradients])
+        value, target, *noise = (t.flatten()[start:stop] for t in (self.value, self.target, *self.noise))
+        return _Piece(value, target, noise)
+
+    def gradient(self, param: torch.Tensor, step: int) -> torch.Tensor:
+        """Of the step, at the parameter's value."""
+        return (param.detach() - self.target + self.noise[step]) * (3.0 if step % 3 == 1 else 0.5)
 
 
-def _tried(optimizer: Optimizer, group: dict[str, Any]) -> Scope:
+@dataclass
+class _Trial:
+    """What some steps did.
+
+    Attributes:
+        moved: How far each tensor went, flat.
+        common: What the optimizer keeps for all parameters afterwards, as text.
+        flow: What was seen of its operators.
+    """
+
+    moved: list[torch.Tensor]
+    common: str
+    flow: DataFlow
+
+
+def _tried(optimizer: Any, group: dict[str, Any]) -> Scope:
     example = next(iter(group["params"]), torch.empty(0))
     first, second = _pieces(example.device, torch.promote_types(example.dtype, torch.float32))
+    other = replace(first, target=-2 * first.target)
     devices = [] if example.device.type == "cpu" else [example.device]
     with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
         try:
-            together = _moved(optimizer, group, [[first, second]])
+            together = _try(optimizer, group, [[first, second]])
         except Exception as error:
             raise ValueError(_cannot_try(optimizer, f"its step raised {type(error).__name__}: {error}")) from error
-        if not bool(together.any()):
+        if not any([bool(moved.any()) for moved in together.moved]):
             raise ValueError(_cannot_try(optimizer, "its step did not move them"))
+        elsewhere = _try(optimizer, group, [[other, second]])
+        if together.flow.couples or elsewhere.common != together.common or not _equal(together.moved[1:], elsewhere):
+            return "model"
+        whole = torch.cat(together.moved)
 
         def by_ranks(*calls: list[list[_Piece]]) -> bool:
             """Whether ranks, each with its own calls of step, move the pieces as far as one rank does."""
-            return _same(together, lambda: torch.cat([_moved(optimizer, group, of_rank) for of_rank in calls]))
+            return _same(whole, lambda: torch.cat([m for c in calls for m in _try(optimizer, group, c).moved]))
 
-        if by_ranks([[first.flat(0, 10)]], [[first.flat(10, 24), second.flat(0, 15)]]):
+        pieces = [[[first.flat(0, 10)]], [[first.flat(10, 24), second.flat(0, 15)]]]
+        if not together.flow.mixes and by_ranks(*pieces):
             return "element"
         if by_ranks([[first]], [[second]]) and by_ranks([[first], [second]]):
             return "parameter"
     return "model"
+
+
+def _equal(moved: list[torch.Tensor], trial: _Trial) -> bool:
+    return all(torch.equal(one, two) for one, two in zip(moved, trial.moved[1:], strict=True))
 
 
 def _cannot_try(optimizer: Optimizer, why: str) -> str:
@@ -88,29 +122,45 @@ def _pieces(device: torch.device, dtype: torch.dtype) -> tuple[_Piece, _Piece]:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
-    scales = (1.0, -3.0, 0.2)[:_NUM_STEPS]
-    first, second = (_Piece(draw(*shape), [draw(*shape) * scale for scale in scales]) for shape in ((6, 4), (5, 3)))
+    first, second = (_Piece(draw(*n), draw(*n), [draw(*n) for _ in range(_NUM_STEPS)]) for n in ((6, 4), (5, 3)))
     return first, second
 
 
-def _moved(optimizer: Optimizer, group: dict[str, Any], calls: Sequence[Sequence[_Piece]]) -> torch.Tensor:
-    """How far the pieces moved, 1-D, in steps that call the optimizer's once for each list of pieces."""
+def _try(optimizer: Any, group: dict[str, Any], calls: Sequence[Sequence[_Piece]]) -> _Trial:
+    """Steps that call the optimizer's once for each list of pieces."""
     twin, state = twin_of(optimizer), defaultdict[torch.Tensor, Any](dict)
     settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-    if "lr" in settings:  # a schedule may have begun at 0
+    if settings.get("lr") is not None:  # a schedule may have begun at 0
         settings["lr"] = torch.full_like(settings["lr"], 0.1) if torch.is_tensor(settings["lr"]) else 0.1
     tensors = [[piece.value.clone().requires_grad_() for piece in pieces] for pieces in calls]
+    settings = _begin_training(twin, settings, tensors, state)
+    flow = DataFlow()
     for step in range(_NUM_STEPS):
         changed = settings
         for pieces, params in zip(calls, tensors, strict=True):
-            for piece, param in zip(pieces, params, strict=True):
-                param.grad = piece.gradients[step].clone()
+            for number, (piece, param) in enumerate(zip(pieces, params, strict=True)):
+                param.grad = piece.gradient(param, step)
+                flow.follow(number, (param.detach(), param.grad))
             passed = {**settings, "params": list(params)}
-            step_with(twin, [passed], state)
+            with flow:
+                step_with(twin, [passed], state)
             changed = {name: passed[name] for name in settings.keys() | passed.keys() - {"params"}}
         settings = changed
     pairs = zip([p for pieces in calls for p in pieces], [t for params in tensors for t in params], strict=True)
-    return torch.cat([(param.detach() - piece.value).flatten() for piece, param in pairs])
+    moved = [(param.detach() - piece.value).flatten() for piece, param in pairs]
+    own = {name: value for name, value in vars(twin).items() if isinstance(value, int | float | torch.Tensor)}
+    return _Trial(moved, repr(sorted({**own, **settings}.items(), key=str)), flow)
+
+
+def _begin_training(
+    twin: Any, settings: dict[str, Any], tensors: list[list[torch.Tensor]], state: dict[torch.Tensor, Any]
+) -> dict[str, Any]:
+    """The settings of one that has a mode for training, such as a schedule-free one, in that mode."""
+    if callable(getattr(twin, "train", None)):
+        passed = {**settings, "params": [param for params in tensors for param in params]}
+        step_with(twin, [passed], state, method="train")
+        settings = {name: value for name, value in passed.items() if name != "params"}
+    return settings
 
 
 def _same(expected: torch.Tensor, moved: Callable[[], torch.Tensor]) -> bool:

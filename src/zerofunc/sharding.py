@@ -177,6 +177,19 @@ class Sharding:
             for work in works:
                 work.wait()
 
+    def see_changes(self) -> None:
+        """Collective where shards or parameters have changed. Let a forward begin with what the shards hold now.
+
+        At stage 3 a page is gathered when it is read; autograd learns now that its parameters have changed, before it
+        saves a view of one.
+        """
+        if self.stage < 3:
+            self.refresh()
+        elif torch._C._current_graph_task_id() == -1:
+            for page in self.pages:
+                if page.versions() != page.noted:
+                    page.note_changes()
+
     def gather_parts(self, page: Page, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Collective. Gather per-parameter parts (zeros where missing) into a page, 1-D [padded_numel]."""
         mine = torch.zeros(page.layout.shard_numel, dtype=dtype, device=page.device)
@@ -396,9 +409,8 @@ def _before_forward(module: nn.Module, args: Any) -> None:
     if module.training and sharding.settings.get("broadcast_buffers") and torch._C._current_graph_task_id() == -1:
         with outside_transforms():
             send_buffers(module, sharding.axes)
-    if sharding.stage < 3:  # at stage 3 the pager sees changes when it is read
-        with torch._C._DisableFuncTorch():
-            sharding.refresh()
+    with torch._C._DisableFuncTorch():
+        sharding.see_changes()
 
 
 @functools.cache

@@ -74,7 +74,7 @@ def tie(module):
 
 
 def assign_data(module):
-    module.middle.weight.data = torch.zeros(5, 6, dtype=torch.float64)
+    module.middle.weight.data = torch.zeros(6, 5, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("change", [convert, replace, tie, assign_data])

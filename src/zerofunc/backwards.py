@@ -52,7 +52,7 @@ class Backward:
         started: Number of pages, from the last one, whose reduction was started here.
         known: How many of those every rank is known to have started.
         is_alone: Whether no other module's reductions can come between these.
-        held_after_asking: Pages held here when ranks were last asked to start some.
+        is_stuck: Whether no rank could help when this one held too much.
     """
 
     def __init__(self, number: int, pages: list[Page], reported: list[set[int]] | None, is_alone: bool) -> None:
@@ -67,7 +67,7 @@ class Backward:
         self.borrowed: dict[int, Local] = {}
         self.started = self.known = 0
         self.is_alone = is_alone
-        self.held_after_asking = 0
+        self.is_stuck = False
         self.flights: deque[Flight] = deque()
         self.landed: list[tuple[Page, torch.Tensor]] = []
 
@@ -108,8 +108,8 @@ class Endable(Protocol):
     def finish(self) -> None:
         """Collective. End the backward."""
 
-    def fail(self) -> None:
-        """Local. Give the backward up, begun or not."""
+    def forget_failed(self) -> None:
+        """Local. Give the backward up."""
 
 
 class Ending:
@@ -123,20 +123,17 @@ class Ending:
 
     def end(self) -> None:
         """Collective. End all that were reached."""
-        waiting = sorted(self.reached, key=lambda reducer: reducer.place, reverse=True)
         try:
-            while waiting:
-                waiting[-1].finish()
-                waiting.pop()
+            for reducer in sorted(self.reached, key=lambda reducer: reducer.place):
+                reducer.finish()
         except BaseException:
-            for reducer in waiting[:-1]:
-                reducer.fail()
+            self.forget()
             raise
 
-    def fail(self) -> None:
-        """Local. Give up all that were reached."""
+    def forget(self) -> None:
+        """Local. Give up what has not ended."""
         for reducer in self.reached:
-            reducer.fail()
+            reducer.forget_failed()
 
 
 _collecting: list[Ending] = []  # of the process, as autograd has threads of its own
@@ -159,7 +156,7 @@ def collected(reducer: Endable) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        ending.fail()
+        ending.forget()
         raise
     finally:
         _collecting.pop()

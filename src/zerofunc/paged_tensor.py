@@ -16,8 +16,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zerofunc.buffers import below_transforms
+from zerofunc.held_parameter import full_gradient
 from zerofunc.layout import Slot
 from zerofunc.pager import Page, Pager
+from zerofunc.parts import take_values
 
 aten = torch.ops.aten
 
@@ -47,6 +49,9 @@ class PagedTensor(torch.Tensor):
     _chain: tuple[Step, ...]
     _meta: torch.Tensor
     _taken_at: int | None
+    _gradients: tuple[Any, ...]
+
+    grad = full_gradient
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -153,7 +158,7 @@ class PagedTensor(torch.Tensor):
             written = _written(func, args, kwargs)
             if written:
                 return _write_through(func, args, kwargs, written)
-        return func(*_map(args, PagedTensor._value), **_map(kwargs, PagedTensor._value))
+        return func(*_map(args, _value), **_map(kwargs, _value))
 
     # -- what a user of an ordinary parameter expects -----------------------------------------------------------
 
@@ -234,10 +239,7 @@ class PagedTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         if isinstance(value, PagedTensor) and (value._page, value._slot, value._chain) == (self._page, self._slot, ()):
             return
-        raise RuntimeError(
-            f"parameter {self._slot.name!r} is sharded: assigning .data (also by .to(), .half(), .double()) would "
-            "disconnect it from its shards. Convert the model before sharding it; to change values use .data.copy_()."
-        )
+        take_values(self, value, f"parameter {self._slot.name!r}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedTensor:
         """A parameter on a copy of the page, sharded alike; copies of one module's parameters share their pages."""
@@ -322,6 +324,10 @@ def _from_metadata(func: Any, base: Any, args: tuple[Any, ...], kwargs: dict[str
     if isinstance(base, PagedTensor) and func is aten._to_copy.default and kwargs.get("device") == _META:
         return func(base._meta, **kwargs)
     return NotImplemented
+
+
+def _value(tensor: PagedTensor) -> torch.Tensor:
+    return tensor._value()
 
 
 def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -21,6 +21,7 @@ import torch
 from zerofunc.buffers import BufferPool, below_transforms, own_part, uncompiled
 from zerofunc.collectives import Axes, Done, Work
 from zerofunc.layout import PageLayout, Slot
+from zerofunc.parts import Shard, as_shard
 
 
 @dataclass(eq=False)
@@ -47,7 +48,7 @@ class Page:
     layout: PageLayout
     dtype: torch.dtype
     master: torch.Tensor
-    shards: list[torch.Tensor] = field(default_factory=list)
+    shards: list[Shard] = field(default_factory=list)
     parameters: list[torch.Tensor] = field(default_factory=list)
     full: torch.Tensor | None = None
     seen: list[tuple[int, int]] = field(default_factory=list)
@@ -64,7 +65,10 @@ class Page:
         memo[id(self)] = page
         offsets = itertools.accumulate((old.numel() for old in self.shards), initial=0)
         pairs = zip(offsets, self.shards, strict=False)
-        page.shards = [own_part(page.master, start, s.shape).requires_grad_(s.requires_grad) for start, s in pairs]
+        page.shards = [
+            as_shard(own_part(page.master, start, s.shape).requires_grad_(s.requires_grad), s._axis)
+            for start, s in pairs
+        ]
         page.parameters = [copy.deepcopy(parameter, memo) for parameter in self.parameters]
         page.note_changes()
         return page

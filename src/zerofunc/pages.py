@@ -15,6 +15,7 @@ from zerofunc.collectives import Axes
 from zerofunc.layout import PageLayout, Slot
 from zerofunc.paged_tensor import PagedTensor
 from zerofunc.pager import Page, Pager
+from zerofunc.parts import as_shard
 
 PIECE_NUMEL = 1 << 20  # elements of a first value that travel at a time, so that no rank copies a large parameter whole
 
@@ -49,7 +50,8 @@ def build_page(
     page = Page(layout, dtype, master, full=full, label=layout.label, trained_dtype=trained_dtype)
     for slot, parameter in zip(layout.slots, parameters, strict=True):
         start, stop = layout.part(slot, axes.shard.rank)
-        page.shards.append(own_part(master, start, (stop - start,)).requires_grad_(parameter.requires_grad))
+        part = own_part(master, start, (stop - start,)).requires_grad_(parameter.requires_grad)
+        page.shards.append(as_shard(part, axes.shard))
     return page
 
 

@@ -23,6 +23,7 @@ from zerofunc.backwards import Backward, Flight, Local, collected, current_endin
 from zerofunc.buffers import BufferPool, alias, below_transforms
 from zerofunc.collectives import Axes
 from zerofunc.pager import Page
+from zerofunc.parts import own_grad, set_own_grad
 
 _created = itertools.count()
 
@@ -45,6 +46,7 @@ class Reducer:
         keep_idle: Whether full-page buffers are kept from one backward to the next.
         owed: Whether a backward ended without the reduction that it needs.
         num_steps: Optimizer steps of the module so far. Ranks compare them when a backward ends.
+        assigned: Whether a gradient was assigned to a parameter by hand, which needs one.
         guard: Called when a backward first reports a gradient; it may raise to forbid the backward.
         phase: Makes the context in which reductions run, such as a timer's.
     """
@@ -68,6 +70,7 @@ class Reducer:
         self.pool = BufferPool()
         self.owed = False
         self.num_steps = 0
+        self.assigned = False
         self._begun = 0
         self._reported: list[set[int]] | None = None  # for each page, the slots that ever did, on any rank
         self._running: Backward | None = None
@@ -120,6 +123,7 @@ class Reducer:
         self._begun += 1
         for page in self.pages:
             page.give_masters()
+        self._take_assigned()
         others = self.axes.main.other_reductions(self)
         is_alone = not any(isinstance(other, Reducer) and other.is_trainable() for other in others)
         self._running = Backward(self._begun, self.pages, self._reported, is_alone)
@@ -165,15 +169,6 @@ class Reducer:
 
     def _advance(self, backward: Backward) -> None:
         """Collective. Start what is complete, and wait for what is too much under way."""
-        self._start_ready(backward)
-        if backward.num_held() > max(self.in_flight + 1, backward.held_after_asking):
-            # Pages that this rank does not complete are in front of others: another rank may have completed them.
-            self.axes.main.ask(self)
-            self._start_ready(backward)
-            backward.held_after_asking = backward.num_held()
-
-    def _start_ready(self, backward: Backward) -> None:
-        """Collective. Start what is complete, with at most ``in_flight`` under way."""
         ready = backward.num_ready()
         while backward.is_alone and backward.started < ready:
             self._start_next(backward)
@@ -181,6 +176,12 @@ class Reducer:
             if not backward.flights or backward.flights[0].place > backward.known:
                 self.axes.main.ask(self)
             backward.land(max(0, len(backward.flights) - 1))
+        if backward.num_held() > self.in_flight + 1 and not backward.is_stuck:
+            # Pages that this rank does not complete, in front of complete ones: another rank may have completed them.
+            before = backward.started
+            self.axes.main.ask(self)
+            backward.is_stuck = backward.started == before
+            backward.land(self.in_flight)
 
     def _pack(self, local: Local, page: Page, slot: int, gradient: torch.Tensor) -> None:
         layout = page.layout.slots[slot]
@@ -280,10 +281,47 @@ class Reducer:
         self.owed = not self.sync
 
     def reduce_owed(self) -> None:
-        """Collective where a backward has left its gradient on the ranks. Reduce it; later ones add to it."""
-        if self.owed:
+        """Collective where gradients are left on the ranks, of a backward or assigned. Later ones add to them."""
+        if not (self.owed or self.assigned):
+            return
+        need_all, self.need_all = self.need_all, self.need_all and self.owed  # one may assign to some parameters only
+        try:
             with self.settings(True, 1.0):
                 self.finish()
+        finally:
+            self.need_all = need_all
+
+    # -- what is done by hand -------------------------------------------------------------------------------------
+
+    def is_owed(self, number: int) -> bool:
+        """Local. Whether a page may have gradients of backwards that are not reduced yet."""
+        return number in self._unreduced
+
+    def assign(self, number: int, slot: int, gradient: torch.Tensor | None) -> None:
+        """Local, the same on all ranks. Replace a parameter's gradient by this rank's own, or forget it.
+
+        It is reduced with the next backward's, or before something reads it.
+        """
+        self._accumulated[number].written.discard(slot)
+        shard = self.pages[number].shards[slot]
+        shard.grad = None
+        if gradient is not None:
+            shard.assigned, shard.reduce = gradient.detach(), self.reduce_owed
+            self.assigned = True
+
+    def _take_assigned(self) -> None:
+        """Local. Add gradients that were assigned to what is not reduced yet."""
+        if not self.assigned:
+            return
+        self.assigned = False
+        weight, self.weight = self.weight, 1.0
+        with self.settings(self.sync, 1.0), below_transforms():
+            for page, local in zip(self.pages, self._accumulated, strict=True):
+                for slot, shard in enumerate(page.shards):
+                    gradient, shard.assigned = shard.assigned, None
+                    if gradient is not None:
+                        self._pack(local, page, slot, gradient)
+        self.weight = weight
 
     def _average(self, backward: Backward) -> None:
         self.axes.agree(f"end of a backward of module {self.number} after {self.num_steps} optimizer steps")
@@ -316,8 +354,7 @@ class Reducer:
     def _sum_over_copies(self, backward: Backward) -> None:
         """Collective. On a mesh of two axes, sum this rank's parts over the ranks that hold copies of them."""
         if self.axes.main is not self.axes.replicate:
-            end = f"over copies in backward {backward.number}"
-            labels = [f"sum of the gradient of {page.label} {end}" for page, _ in backward.landed]
+            labels = [f"sum of the gradient of {page.label} over copies" for page, _ in backward.landed]
             pairs = zip(backward.landed, labels, strict=True)
             for work in [self.axes.replicate.all_reduce(reduced, label) for (_, reduced), label in pairs]:
                 work.wait()
@@ -340,16 +377,10 @@ class Reducer:
         self.forget_failed()
         self._accumulated = [Local() for _ in self.pages]
         self._unreduced.clear()
-        self.owed = False
-
-    def fail(self) -> None:
-        """Local. Give up the backward that an engine runs, whether it has reached the module or not.
-
-        It has had its number on every rank.
-        """
-        if self._running is None:
-            self._begun += 1
-        self.forget_failed()
+        self.owed = self.assigned = False
+        for shard in [shard for page in self.pages for shard in page.shards]:
+            shard.assigned = None
+            shard.generation += 1
 
     def forget_failed(self) -> None:
         """Free what a backward that raised has packed; called where no backward runs."""
@@ -372,7 +403,8 @@ class Reducer:
 
 def _hook(reducer: weakref.ref[Reducer], number: int, slot: int) -> Callable[[torch.Tensor], None]:
     def take_gradient(parameter: torch.Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
+        gradient = own_grad(parameter)
+        set_own_grad(parameter, None)
         alive = reducer()
         if gradient is not None and alive is not None:  # the graph may reach it with an undefined gradient
             alive.take(number, slot, gradient)
@@ -388,6 +420,6 @@ def _accumulate(page: Page, reduced: torch.Tensor, reported: list[int], rank: in
         start, stop = page.layout.part(slot, rank)
         part = alias(reduced, start, (stop - start,)).to(shard.device)
         if shard.grad is None:
-            shard.grad = part.to(shard)
+            set_own_grad(shard, part.to(shard))
         else:
             shard.grad.copy_(shard.grad.to(part.dtype).add_(part))

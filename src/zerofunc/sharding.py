@@ -28,10 +28,12 @@ from zerofunc.admission import layouts_of, parameters_to_shard, specs_of
 from zerofunc.buffers import below_transforms, outside_transforms, uncompiled
 from zerofunc.collectives import Axes, axes_of
 from zerofunc.filling import find_unfilled, first_rank_numbers, give_memory, send_buffers
+from zerofunc.gradients import Gradients
 from zerofunc.kernels.selection import select_kernels
 from zerofunc.paged_tensor import PagedTensor
 from zerofunc.pager import Page, Pager
 from zerofunc.pages import build_page, release_derived, replace_parameters
+from zerofunc.parts import reduced_gradient
 from zerofunc.reduction import Reducer
 from zerofunc.state_tensor import give_addresses
 from zerofunc.structure import Structure, was_replaced
@@ -90,6 +92,8 @@ class Sharding:
         in_flight = 1 if stage >= 2 else len(pages)
         self.reducer = Reducer(axes, differentiable, in_flight, keep_idle=stage < 2, number=number)
         self.reducer.attach()
+        self.gradients = Gradients(axes, self.reducer)
+        self.gradients.attach()
         ids = []
         for name, (page, index) in self.slots.items():
             for tensor, is_shard in ((page.parameters[index], False), (page.shards[index], True)):
@@ -207,7 +211,7 @@ class Sharding:
         """Memory and traffic on this rank."""
         held: dict[int, int] = {}
         for page in self.pages:
-            tensors = [page.master, page.full, *(shard.grad for shard in page.shards)]
+            tensors = [page.master, page.full, *map(reduced_gradient, page.shards)]
             for storage in [t.untyped_storage() for t in tensors if t is not None]:
                 held[storage.data_ptr()] = storage.nbytes()
         return Usage(
@@ -433,6 +437,7 @@ def _shardings_of(optimizer: torch.optim.Optimizer) -> list[Sharding]:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for sharding in _shardings_of(optimizer):
         sharding.check_intact()
+        sharding.reducer.reduce_owed()
     for parameter in _parameters_of(optimizer):
         owner = owner_of(parameter)
         if owner is not None and not owner.is_shard:
@@ -449,4 +454,5 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     torch.autograd.graph.increment_version(updated)
     for sharding in _shardings_of(optimizer):
         sharding.reducer.num_steps += 1
+        sharding.gradients.pager.release()
         sharding.refresh()

@@ -12,6 +12,7 @@ from torch import nn
 
 from zerofunc.buffers import outside_transforms
 from zerofunc.pager import Page, Pager
+from zerofunc.parts import plain
 from zerofunc.sharding import Sharding, place_of, sharding_of
 from zerofunc.transposed import Mean, Part
 
@@ -217,7 +218,7 @@ def mean(value: torch.Tensor, module: nn.Module) -> torch.Tensor:
 def grad_norm(module: nn.Module, among: Collection[str] | None = None) -> torch.Tensor:
     """Collective. L2 norm of the mean gradient over all ranks' shards of all, or some, parameters: a float64 scalar."""
     sharding = sharding_of(module)
-    gradients = list(_gradients(sharding, among).values())
+    gradients = [plain(part) for part in _gradients(sharding, among).values()]
     norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=sharding.pages[0].master.device)]
     squares = torch.stack([norm.double().square() for norm in norms]).sum()
     sharding.axes.agree("norm of the gradient")

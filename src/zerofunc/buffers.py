@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,12 +53,16 @@ def alias(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tens
     return flat.new_empty(0).set_(flat.untyped_storage(), int(flat.storage_offset()) + offset, shape, strides)
 
 
-def own_part(flat: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+def own_part(
+    flat: torch.Tensor, start: int, shape: tuple[int, ...], stride: tuple[int, ...] | None = None
+) -> torch.Tensor:
     """Like :func:`alias`, with a storage that begins and ends where the tensor does.
 
-    What is saved of a tensor is its storage; and forward mode lays a tangent out like its primal, storage included.
+    What is saved of a tensor is its storage; forward mode lays a tangent out like its primal, storage included; and
+    offsets, as ``as_strided`` takes them, count from where the storage begins.
     """
-    return from_dlpack(flat[start : start + math.prod(shape)]).view(shape).detach()
+    strides = torch.empty(shape, device="meta").stride() if stride is None else stride
+    return from_dlpack(to_dlpack(flat.detach().as_strided(shape, strides, int(flat.storage_offset()) + start)))
 
 
 def _references(buffer: torch.Tensor) -> int:

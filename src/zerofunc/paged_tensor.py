@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zerofunc.buffers import below_transforms
+from zerofunc.buffers import below_transforms, own_part
 from zerofunc.held_parameter import full_gradient
 from zerofunc.layout import Slot
 from zerofunc.pager import Page, Pager
@@ -32,6 +32,7 @@ _FACTORIES = {
 }  # fmt: skip
 _META = torch.device("meta")
 _METADATA = {"is_same_size", "_has_same_storage_numel"}
+_OF_STORAGE = {"set_", "resize_", "resize_as_"}
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
 
@@ -108,9 +109,10 @@ class PagedTensor(torch.Tensor):
         if self._taken_at is not None and self._taken_at != self._page.versions():
             raise RuntimeError(
                 f"parameter {self._slot.name!r} was used, and its value is read again after its shards have changed; "
-                "call backward, or what else derives, before the optimizer's step"
+                "call backward, or what else derives, before the optimizer's step; keep a value with .clone()"
             )
-        return self._through_chain(flat.as_strided(self._slot.shape, self._slot.stride, self._slot.offset))
+        # With a storage of its own: what operators know of offsets and sizes is what the wrapper says of them.
+        return self._through_chain(own_part(flat, self._slot.offset, self._slot.shape, self._slot.stride))
 
     def _through_chain(self, value: torch.Tensor) -> torch.Tensor:
         for func, args, kwargs, index in self._chain:
@@ -118,6 +120,16 @@ class PagedTensor(torch.Tensor):
             if index is not None:
                 value = value[index]
         return value
+
+    def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator gives that needs no data: another view of this, or this as another view; None of others."""
+        if func in _ALIASES:
+            return self._same()
+        if _is_view(func) or (func is aten._to_copy.default and _is_autocast(kwargs)):
+            return self._lazy(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags and func._opname not in _OF_STORAGE:
+            return self._change_view(func, args, kwargs)
+        return None
 
     def _lazy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a view or cast, as PagedTensors that replay it."""
@@ -132,6 +144,21 @@ class PagedTensor(torch.Tensor):
             return wrap(metas, None)
         return type(metas)([wrap(meta, index) for index, meta in enumerate(metas)])
 
+    def _change_view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PagedTensor:
+        """This tensor, made another view of the same data in place, as ``t_`` and ``unsqueeze_`` do."""
+        if any(parameter is self for parameter in self._page.parameters):
+            raise RuntimeError(
+                f"{func._opname} on parameter {self._slot.name!r}: the shape of a sharded parameter is fixed. Use the "
+                "operator that returns a view, or change the parameter before the module is sharded."
+            )
+        with below_transforms():
+            meta = self._meta.detach()
+            func(meta, *args, **kwargs)
+        with torch._C._DisableTorchDispatch():  # the sizes and strides that PyTorch keeps of the wrapper itself
+            func(self, *args, **kwargs)
+        self._meta, self._chain = meta, (*self._chain, (func, args, kwargs, None))
+        return self
+
     def _same(self) -> PagedTensor:
         return type(self)(self._pager, self._page, self._slot, self._meta, self._chain, self._taken_at)
 
@@ -143,14 +170,11 @@ class PagedTensor(torch.Tensor):
         kwargs = kwargs or {}
         base = args[0] if args else None
         if isinstance(base, PagedTensor):
-            if func in _ALIASES:
-                return base._same()
             if func._opname == "to":  # seen whole below autograd, where a kernel for zeros asks for metadata
                 return func.decompose(*args, **kwargs)
-            if _is_view(func):
-                return base._lazy(func, args[1:], kwargs)
-            if func is aten._to_copy.default and _is_autocast(base, kwargs):
-                return base._lazy(func, args[1:], kwargs)
+            view = base._view(func, args[1:], kwargs)
+            if view is not None:
+                return view
         known = _from_metadata(func, base, args, kwargs)
         if known is not NotImplemented:
             return known
@@ -176,7 +200,7 @@ class PagedTensor(torch.Tensor):
 
     def _shared_copy(self) -> torch.Tensor:
         """Like :meth:`full`, sharing memory with other such copies of the parameter that are still alive."""
-        storages, key = self._page.copies, (self._slot.offset, self._page.versions())
+        storages, key = self._page.copies, (self._slot.name, self._page.versions())
         storage = storages.get(key)
         with below_transforms():
             if storage is None:
@@ -272,9 +296,15 @@ def _is_view(func: Any) -> bool:
     return known
 
 
-def _is_autocast(base: PagedTensor, kwargs: dict[str, Any]) -> bool:
-    """Whether a copy is autocast's: autograd saves it, so it is lazy. Other copies are snapshots, and real."""
-    return set(kwargs) <= {"dtype"} and torch.is_autocast_enabled(base.device.type)
+def _is_autocast(kwargs: dict[str, Any]) -> bool:
+    """Whether a copy may be autocast's: autograd saves it, so it is lazy. Other copies are snapshots, and real.
+
+    Autocast is switched off while it casts, and so it is inside any dispatch: only how deeply it is nested tells. What
+    a user casts inside ``torch.autocast`` is lazy as well, and raises where it is read after the shards have changed.
+    """
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth > 0 and set(kwargs) == {"dtype"}
 
 
 def _map(value: Any, function: Callable[[PagedTensor], Any]) -> Any:
@@ -355,8 +385,11 @@ def _write_through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wri
     """Run an in-place operator on the gathered data, then put this rank's part into the shards."""
     name = func._opname
     for target in written:
-        if target._taken_at is not None or name in ("set_", "resize_", "resize_as_"):
-            raise RuntimeError(f"{name} on parameter {target._slot.name!r}: a sharded parameter's storage is fixed")
+        if target._taken_at is not None or name in _OF_STORAGE:
+            raise RuntimeError(
+                f"{name} on parameter {target._slot.name!r}: a sharded parameter's storage is fixed; "
+                "change its values with copy_(), or work on a .clone()"
+            )
         if not target._page.shards:
             raise RuntimeError(f"{name} on parameter {target._slot.name!r}: it is a function of shards; clone it first")
     plain: dict[int, torch.Tensor] = {}

@@ -39,7 +39,7 @@ class Page:
         full: The full parameters, 1-D [layout.padded_numel], where they are kept (stages 0 to 2).
         seen: For each slot, the last versions of (shard, parameter) that were noted.
         label: What error messages call the page.
-        copies: Memory of full parameters that were copied, by offset and version, while something uses it.
+        copies: Memory of full parameters that were copied, by name and version, while something uses it.
         unit: The pages of an unsplit module that has several (frozen and trained, of two data types), this one
             included. A rank that reads one gathers all: ranks may use different parts of the module.
         trained_dtype: Data type of ``master`` as soon as a parameter is trained.
@@ -54,7 +54,7 @@ class Page:
     seen: list[tuple[int, int]] = field(default_factory=list)
     noted: int = 0
     label: str = ""
-    copies: WeakValueDictionary[tuple[int, int], torch.UntypedStorage] = field(default_factory=WeakValueDictionary)
+    copies: WeakValueDictionary[tuple[str, int], torch.UntypedStorage] = field(default_factory=WeakValueDictionary)
     unit: list[Page] = field(default_factory=list)
     trained_dtype: torch.dtype | None = None
 

@@ -8,6 +8,7 @@ from torch import distributed as dist
 
 import zerofunc
 from reference import STAGES, Net, build, data, engine_of, fit, values
+from zerofunc.parts import own_grad
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 ROUGH = {"rtol": 0.05, "atol": 0.02}  # results in float16
@@ -71,7 +72,7 @@ def state(engine):
     gradients = {name: shard.grad for name, shard in zerofunc.shards(engine.module).items()}
     return {
         "gradients": {name: gradient.clone() for name, gradient in gradients.items() if gradient is not None},
-        "gradients of parameters": [p.grad for p in engine.module.parameters() if p.grad is not None],
+        "gradients of parameters": [p for p in engine.module.parameters() if own_grad(p) is not None],
         "counters": (engine.micro_steps, engine.global_steps, engine.skipped_steps, engine.global_samples),
         "boundary": (engine.is_gradient_accumulation_boundary(), engine.was_step_applied()),
         "scale": (engine.loss_scaler.scale, engine.get_global_grad_norm()),

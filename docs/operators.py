@@ -59,6 +59,14 @@ def second_difference(f: Function, z: Tensors, u: Tensors, v: Tensors, w: torch.
     return (w * sum(a * b * f(*moved(z, (a * h, u), (b * h, v))) for a, b in signs)).sum() / (4 * h * h)
 
 
+def third_difference(f: Function, z: Tensors, u: Tensors, v: Tensors, w: torch.Tensor) -> torch.Tensor:
+    """Along ``u``, ``v`` and ``u``: of second derivatives, which the cells above have compared with the forward."""
+    h = 1e-5
+    with second_order(), torch.enable_grad():
+        ahead, behind = (by_double_backward(f, moved(z, (step, u)), u, v, w) for step in (h, -h))
+    return (ahead - behind) / (2 * h)
+
+
 def by_backward(f: Function, z: Tensors, u: Tensors, v: Tensors, w: torch.Tensor) -> torch.Tensor:
     z = recorded(z)
     return dot(torch.autograd.grad((w * f(*z)).sum(), z, allow_unused=True), v)
@@ -121,6 +129,34 @@ def by_jvp_of_jvp(f: Function, z: Tensors, u: Tensors, v: Tensors, w: torch.Tens
     return (w * jvp(lambda *z: jvp(f, z, v)[1], z, u)[1]).sum()
 
 
+def by_triple_backward(f: Function, z: Tensors, u: Tensors, v: Tensors, w: torch.Tensor) -> torch.Tensor:
+    z = recorded(z)
+    first = torch.autograd.grad((w * f(*z)).sum(), z, create_graph=True, allow_unused=True)
+    if not (slope := dot(first, v)).requires_grad:
+        return w.new_zeros(())
+    second = torch.autograd.grad(slope, z, create_graph=True, allow_unused=True)
+    return backward_along(dot(second, u), z, u)
+
+
+def by_backward_through_vjp_of_vjp(f: Function, z: Tensors, u: Tensors, v: Tensors, w: torch.Tensor) -> torch.Tensor:
+    z = recorded(z)
+    return backward_along(by_vjp_of_vjp(f, z, u, v, w), z, u)
+
+
+def by_backward_through_jvp_of_vjp(f: Function, z: Tensors, u: Tensors, v: Tensors, w: torch.Tensor) -> torch.Tensor:
+    z = recorded(z)
+    return backward_along(by_jvp_of_vjp(f, z, u, v, w), z, u)
+
+
+def by_vjp_of_vjp_of_vjp(f: Function, z: Tensors, u: Tensors, v: Tensors, w: torch.Tensor) -> torch.Tensor:
+    one = torch.ones((), dtype=w.dtype)
+    return dot(vjp(lambda *z: by_vjp_of_vjp(f, z, u, v, w), *z)[1](one), u)
+
+
+def by_jvp_of_vjp_of_vjp(f: Function, z: Tensors, u: Tensors, v: Tensors, w: torch.Tensor) -> torch.Tensor:
+    return jvp(lambda *z: by_vjp_of_vjp(f, z, u, v, w), z, u)[1]
+
+
 def value(f: Function, z: Tensors, u: Tensors, v: Tensors, w: torch.Tensor) -> torch.Tensor:
     return f(*z)
 
@@ -163,9 +199,15 @@ CELLS: dict[str, tuple[Derivative, Derivative]] = {
     "vjp of jvp": (by_vjp_of_jvp, second_difference),
     "vjp of vjp": (by_vjp_of_vjp, second_difference),
     "jvp of jvp": (by_jvp_of_jvp, second_difference),
+    "triple backward": (by_triple_backward, third_difference),
+    "backward through vjp of vjp": (by_backward_through_vjp_of_vjp, third_difference),
+    "backward through jvp of vjp": (by_backward_through_jvp_of_vjp, third_difference),
+    "vjp of vjp of vjp": (by_vjp_of_vjp_of_vjp, third_difference),
+    "jvp of vjp of vjp": (by_jvp_of_vjp_of_vjp, third_difference),
     "vmap": (mapped(value), looped(value)),
     "vmap of vjp": (mapped(by_vjp), looped(along(first_difference))),
     "vmap of jvp": (mapped(by_jvp), looped(first_difference)),
+    "vmap of vjp of vjp": (mapped(by_vjp_of_vjp), looped(second_difference)),
     "vmap of jvp of vjp": (mapped(by_jvp_of_vjp), looped(second_difference)),
 }
 

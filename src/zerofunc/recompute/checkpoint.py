@@ -169,12 +169,17 @@ class _Checkpoint(torch.autograd.Function):
         ctx.function, *tensors = inputs
         ctx.num_results = len(output)
         ctx.differentiable = [index for index, result in enumerate(output) if _is_differentiable(result)]
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
+        # PyTorch refuses to save tensors of inference mode even for a level of functorch, to which they are constants.
+        inference = [index for index, tensor in enumerate(tensors) if tensor.is_inference()]
+        are_constant = bool(inference) and (_is_transformed() or not _is_recording())
+        ctx.constants = {index: tensors[index] for index in inference} if are_constant else {}
+        saved = [None if index in ctx.constants else tensor for index, tensor in enumerate(tensors)]
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
-        tensors = ctx.saved_tensors
+        tensors = _kept_tensors(ctx)
         wanted = [index for index in range(len(tensors)) if ctx.needs_input_grad[index + 1]]
         given = {index: cotangent for index, cotangent in enumerate(cotangents) if cotangent is not None}
         pullback = partial(_pullback, ctx.function, wanted, list(given))
@@ -183,11 +188,15 @@ class _Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> Any:
-        tensors = ctx.saved_tensors
+        tensors = _kept_tensors(ctx)
         wanted = {index: tangent for index, tangent in enumerate(tangents) if tangent is not None}
         pushforward = partial(_pushforward, ctx.function, list(wanted), ctx.differentiable)
         results = _kept(pushforward, [*tensors, *wanted.values()])
         return _spread(ctx.differentiable, results, ctx.num_results)
+
+
+def _kept_tensors(ctx: Any) -> list[torch.Tensor]:
+    return [ctx.constants.get(index, tensor) for index, tensor in enumerate(ctx.saved_tensors)]
 
 
 def _spread(places: Sequence[int], values: Sequence[Any], length: int) -> tuple[Any, ...]:
@@ -226,12 +235,19 @@ def _pullback(
             gradients[:] = torch.autograd.grad(results, inputs, directions, create_graph=again, allow_unused=True)
         return *(gradient for gradient in gradients if gradient is not None), inputs[0]  # func.vjp wants one at least
 
-    if again or _is_transformed():  # a level of functorch, in which kernels see that it is not the first derivative
+    # In a level of functorch kernels see that it is not the first derivative, and inference mode records as well.
+    if again or _is_transformed() or not _is_recording():
         found = iter(torch.func.vjp(differentiated, *primals)[0])
         return [None if gradient is None else next(found) for gradient in gradients]
     with torch.enable_grad():
         differentiated(*(primal.detach().requires_grad_() for primal in primals))
     return gradients
+
+
+def _is_recording() -> bool:
+    """Whether autograd records here where it may: not in inference mode, of which a backward inside sees a half."""
+    with torch.enable_grad():
+        return torch.empty(0, requires_grad=True).neg().requires_grad
 
 
 def _columns(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Tensors, Tensors]:

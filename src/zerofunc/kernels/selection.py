@@ -21,7 +21,7 @@ from torch import nn
 from torch._C._functorch import CGradInterpreterPtr, TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn.utils.parametrizations import _WeightNorm
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from zerofunc.kernels import dispatched
 from zerofunc.kernels.composites import COMPOSITES, PAST_FORWARD_MODE, PLAIN_LAYERS, WITHOUT_VMAP
@@ -182,14 +182,30 @@ def _words(code: types.CodeType) -> set[str]:
 
 
 def _enter(module: nn.Module, args: Any, *, name: str, always: bool, differentiates: bool) -> None:
-    stack = _entered.stack
-    if torch.compiler.is_compiling() or not (stack or always or differentiates or _is_transformed()):
+    if torch.compiler.is_compiling():
+        return
+    stack, always = _entered.stack, always or _is_composed(module)
+    if not (stack or always or differentiates or _is_transformed()):
         return
     if "_zerofunc_leaves" not in module.__dict__:  # not before it is needed: it would double the cost of plain calls
         module.__dict__["_zerofunc_leaves"] = True
         module.register_forward_hook(functools.partial(_leave, name=name), always_call=True)
     is_inside = any(mode is not None and mode.always >= always for _, mode in stack)
     stack.append((module, None if is_inside else CompositeKernels(always).__enter__()))
+
+
+def _is_composed(module: nn.Module) -> bool:
+    """Whether a module runs inside :func:`second_order`, or is recomputed in a backward after it last did.
+
+    A recomputation, as ``torch.utils.checkpoint`` makes it, must save what the forward has saved.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        return module.__dict__.get("_zerofunc_composed", False)
+    modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
+    is_composed = any(isinstance(mode, CompositeKernels) and mode.always for mode in modes)
+    if is_composed or "_zerofunc_composed" in module.__dict__:
+        module.__dict__["_zerofunc_composed"] = is_composed
+    return is_composed
 
 
 def _leave(module: nn.Module, args: Any, output: Any, *, name: str) -> None:

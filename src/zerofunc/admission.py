@@ -31,6 +31,21 @@ def parameters_to_shard(module: nn.Module, is_sharded: Callable[[torch.Tensor], 
     return parameters
 
 
+def refuse_writers(module: nn.Module, num_ranks: int) -> None:
+    """Local. Refuse layers whose forward writes into a parameter what depends on this rank's data.
+
+    Raises:
+        ValueError: If there is one, and more than one rank.
+    """
+    for name, inner in module.named_modules():
+        if num_ranks > 1 and isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.max_norm is not None:
+            raise ValueError(
+                f"{name or 'the module'}, a {type(inner).__name__}, has max_norm: its forward renormalises the rows "
+                "that this rank looks up, so that ranks would come to hold different weights. Leave max_norm out, and scale "
+                "in forward(): e * (max_norm / e.norm(dim=-1, keepdim=True)).clamp(max=1)."
+            )
+
+
 def _refuse_shared_memory(parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuse parameters that are views of the same memory: on pages they would be copies of one another."""
     held = [(p, name) for name, p in parameters.items() if type(p) is nn.Parameter and p.numel() and not p.is_meta]

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zerofunc.admission import layouts_of, parameters_to_shard, specs_of
+from zerofunc.admission import layouts_of, parameters_to_shard, refuse_writers, specs_of
 from zerofunc.buffers import below_transforms, outside_transforms, uncompiled
 from zerofunc.collectives import Axes, axes_of
 from zerofunc.filling import find_unfilled, first_rank_numbers, give_memory, send_buffers
@@ -327,6 +327,7 @@ def shard(
     )
     specs = specs_of(module, parameters, unsplit, param_dtype)
     axes = axes_of(mesh, replicate_all=stage == 0, timeout_s=timeout_s)
+    refuse_writers(module, axes.num_ranks)
     axes.agree(f"shard(stage={stage}, page_bytes={page_bytes}) of {[(s.name, tuple(s.shape)) for s in specs]}")
     pager = Pager(axes, resident_bytes, persistence_bytes, prefetch, persistence_limit_bytes)
     pages = []
@@ -437,6 +438,7 @@ def _shardings_of(optimizer: torch.optim.Optimizer) -> list[Sharding]:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for sharding in _shardings_of(optimizer):
         sharding.check_intact()
+        sharding.see_changes()  # what was written into parameters since the forward is stepped from
         sharding.reducer.reduce_owed()
     for parameter in _parameters_of(optimizer):
         owner = owner_of(parameter)

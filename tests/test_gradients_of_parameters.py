@@ -209,6 +209,18 @@ def test_a_grad_scaler_sees_an_infinity_of_any_rank(stage):
         assert torch.equal(parameter.detach().clone(), value)
 
 
+@STAGES
+@pytest.mark.world_size(2)
+def test_a_parameter_made_of_a_parameter_is_an_ordinary_one(stage):
+    weight = Both(stage).module.first.weight
+    made = nn.Parameter(weight)
+    assert isinstance(made, nn.Parameter) and made.requires_grad and made.grad is None
+    assert torch.equal(made.detach() * 1, weight.detach() * 1)
+    if stage < 3:
+        (2 * made).sum().backward()
+        assert torch.equal(made.grad, torch.full_like(made, 2)) and weight.grad is None
+
+
 # ---- data --------------------------------------------------------------------------------------------------------
 
 

@@ -41,8 +41,8 @@ def refuse_writers(module: nn.Module, num_ranks: int) -> None:
         if num_ranks > 1 and isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.max_norm is not None:
             raise ValueError(
                 f"{name or 'the module'}, a {type(inner).__name__}, has max_norm: its forward renormalises the rows "
-                "that this rank looks up, so that ranks would come to hold different weights. Leave max_norm out, and scale "
-                "in forward(): e * (max_norm / e.norm(dim=-1, keepdim=True)).clamp(max=1)."
+                "that this rank looks up, so that ranks would come to hold different weights. Leave max_norm out, and "
+                "scale in forward(): e * (max_norm / e.norm(dim=-1, keepdim=True)).clamp(max=1)."
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any, Protocol
 
 import torch
@@ -69,6 +70,13 @@ class HeldParameter(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         if value.untyped_storage().data_ptr() != self.untyped_storage().data_ptr() or value.shape != self.shape:
             take_values(self, value, _name(self))
+
+    def detach(self) -> torch.Tensor:
+        """A plain tensor; ``nn.Parameter(parameter)``, which asks for one of the same class, makes an ordinary one."""
+        detached = super().detach()
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            detached.__class__ = type(self)
+        return detached
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """An ordinary parameter."""

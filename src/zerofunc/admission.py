@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
+from zerofunc.collectives import Axes, DivergenceError
 from zerofunc.filling import home_device
 from zerofunc.layout import PageLayout, ParameterSpec, build_pages
+from zerofunc.paged_tensor import PagedTensor
 
 
 def parameters_to_shard(module: nn.Module, is_sharded: Callable[[torch.Tensor], bool]) -> dict[str, nn.Parameter]:
@@ -29,6 +31,26 @@ def parameters_to_shard(module: nn.Module, is_sharded: Callable[[torch.Tensor], 
             raise ValueError(f"parameter {name!r} has layout {parameter.layout}; expected a strided tensor")
     _refuse_shared_memory(parameters)
     return parameters
+
+
+def refuse_unlike(parameters: Mapping[str, nn.Parameter], axes: Axes) -> None:
+    """Collective where there are drafts. Refuse parameters that ranks have built with different values.
+
+    Raises:
+        DivergenceError: On every rank, with the names.
+    """
+    pages = {name: p._page for name, p in parameters.items() if isinstance(p, PagedTensor) and p._page.built}
+    if not pages or axes.num_ranks == 1:
+        return
+    mine = [page.built[0] if page.built and page.built[1] == page.versions() else -1 for page in pages.values()]
+    found = axes.gather_objects(mine, f"checksums of {len(mine)} parameters that Init has built")
+    unlike = [name for name, sums in zip(pages, zip(*found, strict=True), strict=True) if len(set(sums)) > 1]
+    if unlike:
+        raise DivergenceError(
+            f"ranks have built {', '.join(unlike[:10])}{' …' if len(unlike) > 10 else ''} inside zerofunc.Init with "
+            "different values: give them by PyTorch's generators, which draw alike on all ranks there, or by others "
+            "that were seeded alike; or build the module outside of Init."
+        )
 
 
 def refuse_writers(module: nn.Module, num_ranks: int) -> None:

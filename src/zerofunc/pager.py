@@ -43,6 +43,7 @@ class Page:
         unit: The pages of an unsplit module that has several (frozen and trained, of two data types), this one
             included. A rank that reads one gathers all: ranks may use different parts of the module.
         trained_dtype: Data type of ``master`` as soon as a parameter is trained.
+        built: A checksum of what this rank had of a page of :class:`zerofunc.Init`, and the page's version then.
     """
 
     layout: PageLayout
@@ -57,6 +58,7 @@ class Page:
     copies: WeakValueDictionary[tuple[str, int], torch.UntypedStorage] = field(default_factory=WeakValueDictionary)
     unit: list[Page] = field(default_factory=list)
     trained_dtype: torch.dtype | None = None
+    built: tuple[int, int] | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Page:
         """A page of its own with equal values (stage 3)."""

@@ -21,9 +21,15 @@ PIECE_NUMEL = 1 << 20  # elements of a first value that travel at a time, so tha
 
 
 def build_page(
-    layout: PageLayout, parameters: list[nn.Parameter], stage: int, axes: Axes, low_precision: bool, on_cpu: bool
+    layout: PageLayout,
+    parameters: list[nn.Parameter],
+    stage: int,
+    axes: Axes,
+    low_precision: bool,
+    on_cpu: bool,
+    are_alike: bool = False,
 ) -> Page:
-    """Collective. One page with the first rank's values.
+    """Collective. One page with the first rank's values; local where they are said to be alike on all ranks.
 
     Frozen parameters that are given in low precision have no masters in a higher one until they are thawed.
     """
@@ -38,7 +44,7 @@ def build_page(
     values = torch.zeros(held.stop - held.start, dtype=master_dtype, device=master_device if stage == 3 else device)
     for slot, parameter in zip(layout.slots, parameters, strict=True):
         position = slot.offset - held.start
-        for piece in _first_values(parameter, axes, device, master_dtype, slot.name):
+        for piece in _first_values(parameter, axes, device, master_dtype, slot.name, are_alike):
             start, stop = max(position, 0), min(position + piece.numel(), values.numel())
             if start < stop:
                 values[start:stop].copy_(piece[start - position : stop - position])
@@ -60,7 +66,7 @@ def _is_low(dtype: torch.dtype) -> bool:
 
 
 def _first_values(
-    parameter: nn.Parameter, axes: Axes, device: torch.device, dtype: torch.dtype, name: str
+    parameter: nn.Parameter, axes: Axes, device: torch.device, dtype: torch.dtype, name: str, are_alike: bool
 ) -> Iterator[torch.Tensor]:
     """Collective. The first rank's values of a parameter, 1-D, piece by piece; NaN on the meta device."""
     if parameter.is_meta:
@@ -70,7 +76,7 @@ def _first_values(
         yield parameter._value().reshape(-1)
     else:
         for piece in parameter.detach().reshape(-1).split(PIECE_NUMEL):
-            if axes.num_ranks > 1 and piece.numel():
+            if axes.num_ranks > 1 and piece.numel() and not are_alike:
                 piece = piece.to(device, dtype, copy=True)
                 axes.broadcast(piece, f"first broadcast of {name!r}")
             yield piece

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -118,7 +119,7 @@ class Init:
         self._inside.close()
 
     def _take(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        """Collective. Split a parameter that is being registered, unless it is split already or has no data yet."""
+        """Local. Split a parameter that is being registered, unless it is split already or has no data yet."""
         if parameter is None or isinstance(parameter, PagedTensor) or parameter.is_meta or is_lazy(parameter):
             return
         self._pager.release()
@@ -169,14 +170,23 @@ class DraftParameter(PagedTensor):
 
 
 def shard_alone(parameter: nn.Parameter, name: str, pager: Pager, dtype: torch.dtype, on_cpu: bool = False) -> None:
-    """Collective. Make a parameter a :class:`DraftParameter`, its identity kept, on a page of its own.
+    """Local. Make a parameter a :class:`DraftParameter`, its identity kept, on a page of its own.
 
+    Ranks need not do so in the same order, and build the same values; what they have built is compared when the module
+    is sharded as a whole.
     Its shards are of its own data type: masters are made when the module is sharded as a whole.
     """
     device = home_device() if parameter.device.type in ("cpu", "meta") else parameter.device
     spec = ParameterSpec(name, parameter.shape, (dtype, device, parameter.requires_grad))
     (layout,) = build_pages([spec], pager.axes.shard.size, page_numel=1)
     with below_transforms():
-        page = build_page(layout, [parameter], 3, pager.axes, low_precision=True, on_cpu=on_cpu)
+        checksum = None if parameter.is_meta else _checksum(parameter.detach())
+        page = build_page(layout, [parameter], 3, pager.axes, low_precision=True, on_cpu=on_cpu, are_alike=True)
         replace_parameters(page, [parameter], 3, pager)
+        if checksum is not None:
+            page.built = checksum, page.versions()
     parameter.__class__ = DraftParameter  # type: ignore[assignment]
+
+
+def _checksum(value: torch.Tensor) -> int:
+    return zlib.crc32(value.cpu().reshape(-1).view(torch.uint8).numpy().data)

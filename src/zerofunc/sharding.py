@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zerofunc.admission import layouts_of, parameters_to_shard, refuse_writers, specs_of
+from zerofunc.admission import layouts_of, parameters_to_shard, refuse_unlike, refuse_writers, specs_of
 from zerofunc.buffers import below_transforms, outside_transforms, uncompiled
 from zerofunc.collectives import Axes, axes_of
 from zerofunc.filling import find_unfilled, first_rank_numbers, give_memory, send_buffers
@@ -328,6 +328,7 @@ def shard(
     specs = specs_of(module, parameters, unsplit, param_dtype)
     axes = axes_of(mesh, replicate_all=stage == 0, timeout_s=timeout_s)
     refuse_writers(module, axes.num_ranks)
+    refuse_unlike(parameters, axes)
     axes.agree(f"shard(stage={stage}, page_bytes={page_bytes}) of {[(s.name, tuple(s.shape)) for s in specs]}")
     pager = Pager(axes, resident_bytes, persistence_bytes, prefetch, persistence_limit_bytes)
     pages = []

@@ -12,6 +12,7 @@ from zerofunc.initialization import initialize
 from zerofunc.inner_products import gramian, vdot
 from zerofunc.kernels.selection import second_order
 from zerofunc.launch import init_distributed
+from zerofunc.optimizer_state import load_optimizer_state, optimizer_state
 from zerofunc.parameter_space import functional_call, jacfwd
 from zerofunc.parameter_state import (
     GatheredParameters,
@@ -81,6 +82,8 @@ __all__ = [
     "load_safetensors",
     "log_to_console",
     "mean",
+    "load_optimizer_state",
+    "optimizer_state",
     "per_sample_dots",
     "per_sample_grad_norms",
     "per_sample_projections",

@@ -441,6 +441,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         sharding.check_intact()
         sharding.see_changes()  # what was written into parameters since the forward is stepped from
         sharding.reducer.reduce_owed()
+    _refuse_other_sizes(optimizer)
     for parameter in _parameters_of(optimizer):
         owner = owner_of(parameter)
         if owner is not None and not owner.is_shard:
@@ -449,6 +450,31 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 "gradient; it would train nothing. Build it on zerofunc.shards(module).values(), or give it to "
                 "zerofunc.initialize, which does so."
             )
+
+
+def _refuse_other_sizes(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a state that was loaded, and belongs to shards of other sizes; looked at once for each state."""
+    if vars(optimizer).get("_zerofunc_seen") is optimizer.state:
+        return
+    vars(optimizer)["_zerofunc_seen"] = optimizer.state
+    is_whole = getattr(optimizer, "is_whole", lambda shard: False)  # a LogicalOptimizer's own
+    for parameter in _parameters_of(optimizer):
+        owner = owner_of(parameter)
+        for key, value in (
+            optimizer.state.get(parameter, {}).items() if owner is not None and not is_whole(parameter) else ()
+        ):
+            if (
+                owner is not None
+                and torch.is_tensor(value)
+                and value.dim() == 1
+                and value.shape != parameter.shape
+                and len(value) > 1
+            ):
+                raise ValueError(
+                    f"the optimizer's state {key!r} of {owner.name!r} has {len(value)} elements; this rank's shard has "
+                    f"{parameter.numel()}. It was saved on another number of ranks or at another stage: save "
+                    "zerofunc.optimizer_state(model, optimizer), and load it with zerofunc.load_optimizer_state."
+                )
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

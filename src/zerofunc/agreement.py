@@ -18,6 +18,7 @@ that have diverged see different headers: they raise :class:`DivergenceError` wi
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import zlib
 from typing import Any, Protocol
@@ -51,16 +52,25 @@ class Reductions(Protocol):
 
 
 class Channel:
-    """Where the ranks of one axis agree, over a gloo group of its own."""
+    """Where the ranks of one axis agree, over a gloo group of its own.
 
-    def __init__(self, group: dist.ProcessGroup, size: int, rank: int, timeout_s: float, store: Store) -> None:
+    Attributes:
+        group: That group.
+        ranks: Its ranks' numbers among all.
+        size: How many they are.
+        rank: This process's place among them.
+        timeout_s: Seconds after which a rank that waits alone raises.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], timeout_s: float, store: Store) -> None:
         self.group = group
-        self.size = size
-        self.rank = rank
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.rank = ranks.index(dist.get_rank())
         self.timeout_s = timeout_s
-        self._store = PrefixStore(f"{group.group_name}/waits/", store)
+        self._store = PrefixStore("zerofunc/waits", store)  # of all groups: ranks may wait on different ones
         self._mine = torch.zeros(5, dtype=torch.int64)
-        self._all = torch.zeros(size * 5, dtype=torch.int64)
+        self._all = torch.zeros(self.size * 5, dtype=torch.int64)
         self._numbers = itertools.count()
         self._reductions: WeakValueDictionary[int, Reductions] = WeakValueDictionary()
 
@@ -105,16 +115,17 @@ class Channel:
         except RuntimeError as error:
             raise self.lost(label, error) from error
         rows = self._all.view(self.size, 5).tolist()
-        wished: dict[int, tuple[int, int]] = {}
+        wished: dict[int, list[tuple[int, int]]] = {}
         for _, _, number, backward, count in rows:
             if count:
-                wished[number] = max(wished.get(number, (0, 0)), (backward, count))
+                wished.setdefault(number, []).append((backward, count))
         for number in sorted(wished):
             reductions = self._reductions.get(number)  # where it is gone, the next labels differ: they name the module
-            if reductions is not None and not reductions.start(*wished[number]):
+            is_there = reductions is None or reductions.start(*max(wished[number]))
+            if not is_there or len({backward for backward, _ in wished[number]}) > 1:
                 raise DivergenceError(
-                    f"rank {self.rank} of {self.size} came to {label}, and other ranks are in another backward of "
-                    f"module {number}: one has failed on some ranks alone. Let a backward fail on all ranks or none."
+                    f"rank {self.rank} of {self.size} came to {label}, and ranks are in different backwards of module "
+                    f"{number}: one has failed on some ranks alone. Let a backward fail on all ranks or none."
                 )
         return rows
 
@@ -148,19 +159,29 @@ class Channel:
         )
 
     def _waits(self, label: str) -> dict[int, str]:
-        """What each other rank waits for, by what it has written into the store."""
+        """What each other rank waits for, or has waited for before it gave up."""
         found = dict.fromkeys((rank for rank in range(self.size) if rank != self.rank), "not waiting, or ended")
+        # In a thread, because a store whose host is gone answers after minutes.
+        listener = threading.Thread(target=self._listen, args=(label, found), daemon=True)
+        listener.start()
+        listener.join(GRACE_S + 1)
+        return dict(found)
+
+    def _listen(self, label: str, found: dict[int, str]) -> None:
+        """Write into the ranks' store what this rank waits for, and read into ``found`` what the others do."""
         try:
-            self._store.set(str(self.rank), label)
+            self._store.set(str(self.ranks[self.rank]), f"{time.time()} {label}")
             end, silent = time.monotonic() + GRACE_S, set(found)
             while silent and time.monotonic() < end:
-                for rank in [rank for rank in silent if self._store.check([str(rank)])]:
-                    found[rank] = self._store.get(str(rank)).decode()
-                    silent.remove(rank)
+                for rank in [rank for rank in silent if self._store.check([str(self.ranks[rank])])]:
+                    moment, _, text = self._store.get(str(self.ranks[rank])).decode().partition(" ")
+                    age_s = max(0.0, time.time() - float(moment))
+                    if age_s < self.timeout_s + GRACE_S:  # otherwise it is of an earlier failure
+                        found[rank] = text if age_s < 2 * GRACE_S else f"{text}, until {age_s:.0f} s ago"
+                        silent.remove(rank)
                 time.sleep(0.02)
         except RuntimeError:  # the store ended with the rank that held it
-            found = {rank: "unknown, as the ranks' store is gone" for rank in found}
-        return found
+            found.update(dict.fromkeys(found, "unknown, as the ranks' store is gone"))
 
 
 def all_gather(full: torch.Tensor, shard: torch.Tensor, *, group: dist.ProcessGroup | None, async_op: bool) -> Any:

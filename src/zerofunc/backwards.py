@@ -52,7 +52,7 @@ class Backward:
         started: Number of pages, from the last one, whose reduction was started here.
         known: How many of those every rank is known to have started.
         is_alone: Whether no other module's reductions can come between these.
-        is_stuck: Whether no rank could help when this one held too much.
+        held_after_asking: Pages held here when ranks were last asked to start some.
     """
 
     def __init__(self, number: int, pages: list[Page], reported: list[set[int]] | None, is_alone: bool) -> None:
@@ -67,7 +67,7 @@ class Backward:
         self.borrowed: dict[int, Local] = {}
         self.started = self.known = 0
         self.is_alone = is_alone
-        self.is_stuck = False
+        self.held_after_asking = 0
         self.flights: deque[Flight] = deque()
         self.landed: list[tuple[Page, torch.Tensor]] = []
 
@@ -108,8 +108,8 @@ class Endable(Protocol):
     def finish(self) -> None:
         """Collective. End the backward."""
 
-    def forget_failed(self) -> None:
-        """Local. Give the backward up."""
+    def fail(self) -> None:
+        """Local. Give the backward up, begun or not."""
 
 
 class Ending:
@@ -123,17 +123,20 @@ class Ending:
 
     def end(self) -> None:
         """Collective. End all that were reached."""
+        waiting = sorted(self.reached, key=lambda reducer: reducer.place, reverse=True)
         try:
-            for reducer in sorted(self.reached, key=lambda reducer: reducer.place):
-                reducer.finish()
+            while waiting:
+                waiting[-1].finish()
+                waiting.pop()
         except BaseException:
-            self.forget()
+            for reducer in waiting[:-1]:
+                reducer.fail()
             raise
 
-    def forget(self) -> None:
-        """Local. Give up what has not ended."""
+    def fail(self) -> None:
+        """Local. Give up all that were reached."""
         for reducer in self.reached:
-            reducer.forget_failed()
+            reducer.fail()
 
 
 _collecting: list[Ending] = []  # of the process, as autograd has threads of its own
@@ -156,7 +159,7 @@ def collected(reducer: Endable) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        ending.forget()
+        ending.fail()
         raise
     finally:
         _collecting.pop()

@@ -247,11 +247,27 @@ class Axis:
         return values
 
     def all_reduce(self, tensor: torch.Tensor, label: str) -> Work:
-        """Collective. Start summing ``tensor`` over ranks in place; ranks have agreed."""
+        """Collective. Start summing ``tensor``, contiguous, over ranks in place; ranks have agreed.
+
+        As with :meth:`reduce_scatter`, on gloo a rank may start some before the others do.
+        """
         if self.groups is None:
             return Done()
         self.moved_bytes += 2 * tensor.nbytes * (self.size - 1) // self.size
-        return Pending([dist.all_reduce(tensor, group=self.groups.reduce, async_op=True)], self, label)
+        group = self.groups.reduce
+        if dist.get_backend(group) != "gloo" or tensor.device.type != "cpu":
+            return Pending([dist.all_reduce(tensor, group=group, async_op=True)], self, label)
+        pieces = list(tensor.view(-1).tensor_split(self.size))
+        mine = pieces[self.rank]
+        others = self._pieces.take(mine.numel() * (self.size - 1), mine.dtype, mine.device).view(self.size - 1, -1)
+        received = [others[peer - (peer > self.rank)] if peer != self.rank else mine for peer in range(self.size)]
+        works = self._exchange(pieces, received, group, _tag(label))
+
+        def add_and_spread() -> None:
+            mine.add_(others.sum(0))
+            Pending(self._exchange([mine] * self.size, pieces, group, _tag(label)), self, label).wait()
+
+        return Pending(works, self, label, add_and_spread)
 
     def sum(self, value: torch.Tensor, label: str) -> torch.Tensor:
         """Collective. Sum of a small tensor over ranks, in place; not counted as moved."""
@@ -359,13 +375,14 @@ def axes_of(mesh: DeviceMesh | None, *, replicate_all: bool, timeout_s: float | 
     if mesh is None:
         if not dist.is_initialized():
             return Axes(Axis(1, 0), Axis(1, 0))
-        everyone = _axis(tuple(range(dist.get_world_size())), dist.get_backend(), timeout_s)
-        return Axes(Axis(1, 0), everyone) if replicate_all else Axes(everyone, Axis(1, 0))
+        all_ranks = _axis(tuple(range(dist.get_world_size())), dist.get_backend(), timeout_s)
+        return Axes(Axis(1, 0), all_ranks) if replicate_all else Axes(all_ranks, Axis(1, 0))
     if mesh.ndim > 2:
         raise ValueError(f"mesh has {mesh.ndim} axes; expected (shard) or (replicate, shard)")
+    everyone = ranks_along(mesh, None)
     backend = dist.get_backend(mesh.get_group(0))
     if replicate_all:
-        return Axes(Axis(1, 0), _axis(ranks_along(mesh, None), backend, timeout_s))
+        return Axes(Axis(1, 0), _axis(everyone, backend, timeout_s))
     lines = [_axis(ranks_along(mesh, dim), backend, timeout_s) for dim in range(mesh.ndim)]
     return Axes(lines[-1], lines[0] if mesh.ndim == 2 else Axis(1, 0))
 

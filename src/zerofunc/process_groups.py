@@ -102,7 +102,7 @@ def groups_over(world: dist.ProcessGroup, ranks: tuple[int, ...], backend: str, 
     """Collective over ``ranks`` at the first call; other ranks need not call it."""
     gather, reduce = (_new_group(world, ranks, backend, timeout_s, kind) for kind in ("gather", "reduce"))
     control = _new_group(world, ranks, "gloo", timeout_s, "control")
-    channel = Channel(control, len(ranks), ranks.index(dist.get_rank()), timeout_s, default_store(world))
+    channel = Channel(control, ranks, timeout_s, default_store(world))
     return Groups(gather, reduce, channel)
 
 

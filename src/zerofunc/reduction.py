@@ -169,6 +169,15 @@ class Reducer:
 
     def _advance(self, backward: Backward) -> None:
         """Collective. Start what is complete, and wait for what is too much under way."""
+        self._start_ready(backward)
+        if backward.num_held() > max(self.in_flight + 1, backward.held_after_asking):
+            # Pages that this rank does not complete are in front of others: another rank may have completed them.
+            self.axes.main.ask(self)
+            self._start_ready(backward)
+            backward.held_after_asking = backward.num_held()
+
+    def _start_ready(self, backward: Backward) -> None:
+        """Collective. Start what is complete, with at most ``in_flight`` under way."""
         ready = backward.num_ready()
         while backward.is_alone and backward.started < ready:
             self._start_next(backward)
@@ -176,12 +185,6 @@ class Reducer:
             if not backward.flights or backward.flights[0].place > backward.known:
                 self.axes.main.ask(self)
             backward.land(max(0, len(backward.flights) - 1))
-        if backward.num_held() > self.in_flight + 1 and not backward.is_stuck:
-            # Pages that this rank does not complete, in front of complete ones: another rank may have completed them.
-            before = backward.started
-            self.axes.main.ask(self)
-            backward.is_stuck = backward.started == before
-            backward.land(self.in_flight)
 
     def _pack(self, local: Local, page: Page, slot: int, gradient: torch.Tensor) -> None:
         layout = page.layout.slots[slot]
@@ -354,7 +357,8 @@ class Reducer:
     def _sum_over_copies(self, backward: Backward) -> None:
         """Collective. On a mesh of two axes, sum this rank's parts over the ranks that hold copies of them."""
         if self.axes.main is not self.axes.replicate:
-            labels = [f"sum of the gradient of {page.label} over copies" for page, _ in backward.landed]
+            end = f"over copies in backward {backward.number}"
+            labels = [f"sum of the gradient of {page.label} {end}" for page, _ in backward.landed]
             pairs = zip(backward.landed, labels, strict=True)
             for work in [self.axes.replicate.all_reduce(reduced, label) for (_, reduced), label in pairs]:
                 work.wait()
@@ -381,6 +385,15 @@ class Reducer:
         for shard in [shard for page in self.pages for shard in page.shards]:
             shard.assigned = None
             shard.generation += 1
+
+    def fail(self) -> None:
+        """Local. Give up the backward that an engine runs, whether it has reached the module or not.
+
+        It has had its number on every rank.
+        """
+        if self._running is None:
+            self._begun += 1
+        self.forget_failed()
 
     def forget_failed(self) -> None:
         """Free what a backward that raised has packed; called where no backward runs."""

@@ -51,7 +51,7 @@ class Backward:
         borrowed: For each page, what earlier backwards had left on this rank and this one has begun to reduce.
         started: Number of pages, from the last one, whose reduction was started here.
         known: How many of those every rank is known to have started.
-        is_alone: Whether no other module's reductions can come between these.
+        is_alone: Whether reductions may be started without an exchange: no other module's can come between these.
         held_after_asking: Pages held here when ranks were last asked to start some.
     """
 

@@ -136,6 +136,11 @@ class Axis:
         if self.groups is not None:
             self.groups.channel.ask(reductions)
 
+    @property
+    def is_gloo(self) -> bool:
+        """Whether gloo carries the axis's reductions."""
+        return self.groups is not None and dist.get_backend(self.groups.reduce) == "gloo"
+
     def lost(self, label: str, error: Exception) -> DivergenceError:
         """The error to raise when a rank did not take part in ``label``."""
         assert self.groups is not None
@@ -247,27 +252,11 @@ class Axis:
         return values
 
     def all_reduce(self, tensor: torch.Tensor, label: str) -> Work:
-        """Collective. Start summing ``tensor``, contiguous, over ranks in place; ranks have agreed.
-
-        As with :meth:`reduce_scatter`, on gloo a rank may start some before the others do.
-        """
+        """Collective. Start summing ``tensor`` over ranks in place; every rank starts these in the same order."""
         if self.groups is None:
             return Done()
         self.moved_bytes += 2 * tensor.nbytes * (self.size - 1) // self.size
-        group = self.groups.reduce
-        if dist.get_backend(group) != "gloo" or tensor.device.type != "cpu":
-            return Pending([dist.all_reduce(tensor, group=group, async_op=True)], self, label)
-        pieces = list(tensor.view(-1).tensor_split(self.size))
-        mine = pieces[self.rank]
-        others = self._pieces.take(mine.numel() * (self.size - 1), mine.dtype, mine.device).view(self.size - 1, -1)
-        received = [others[peer - (peer > self.rank)] if peer != self.rank else mine for peer in range(self.size)]
-        works = self._exchange(pieces, received, group, _tag(label))
-
-        def add_and_spread() -> None:
-            mine.add_(others.sum(0))
-            Pending(self._exchange([mine] * self.size, pieces, group, _tag(label)), self, label).wait()
-
-        return Pending(works, self, label, add_and_spread)
+        return Pending([dist.all_reduce(tensor, group=self.groups.reduce, async_op=True)], self, label)
 
     def sum(self, value: torch.Tensor, label: str) -> torch.Tensor:
         """Collective. Sum of a small tensor over ranks, in place; not counted as moved."""

@@ -126,6 +126,10 @@ class Reducer:
         self._take_assigned()
         others = self.axes.main.other_reductions(self)
         is_alone = not any(isinstance(other, Reducer) and other.is_trainable() for other in others)
+        if self.axes.main.is_gloo and self.axes.main is self.axes.replicate:
+            # gloo pairs its all-reduces by their order alone: one that a failed backward has started on some ranks
+            # would meet another one. Those that all ranks start in an exchange are in order.
+            is_alone = False
         self._running = Backward(self._begun, self.pages, self._reported, is_alone)
         return self._running
 

@@ -136,6 +136,7 @@ def test_a_backward_that_fails_on_all_ranks_leaves_nothing(stage, before):
         plain.zero_grad()
 
 
+@pytest.mark.slow  # it waits for seconds
 @pytest.mark.world_size(2)
 def test_a_rank_that_is_elsewhere_is_named():
     net = paged(timeout_s=1.7)

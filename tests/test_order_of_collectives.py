@@ -54,7 +54,7 @@ def recomputed_loss(model, step, rank):
 
 @pytest.mark.world_size(2)
 @STAGES
-@pytest.mark.parametrize("may_be_unused", [True, False])
+@pytest.mark.parametrize("may_be_unused", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_an_inner_backward_is_part_of_the_outer_one(stage, may_be_unused):
     zero = {"stage": stage, "ignore_unused_parameters": may_be_unused}
     more = {"gradient_accumulation_steps": 2, "optimizer": SGD, "zero_optimization": zero}

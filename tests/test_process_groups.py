@@ -1,6 +1,8 @@
 """Sharding works whatever process groups the program has made, on the whole world and on parts of it."""
 
 import functools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ def train(module, ranks):
 
 
 @pytest.mark.world_size(3)
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_groups_of_some_ranks_come_before_and_between(stage):
     for ranks in ([0], [0, 1], [1, 2], [0, 1]):
         dist.new_group(ranks)
@@ -40,7 +42,7 @@ def test_groups_of_some_ranks_come_before_and_between(stage):
 
 
 @pytest.mark.world_size(3)
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_meshes_of_some_ranks_shard_by_themselves(stage):
     meshes = {ranks: mesh_of(*ranks) for ranks in ((0, 2), (1, 2), (2, 1))}
     for turn in range(2):
@@ -58,3 +60,27 @@ def test_a_rank_outside_the_mesh_is_told_so():
             zerofunc.shard(build(Net), 3, mesh)
     else:
         train(zerofunc.shard(build(Net), 3, mesh, page_bytes=160, timeout_s=17), range(2))
+
+
+SCRIPT = """
+import sys, torch, zerofunc
+zerofunc.init_distributed("gloo", timeout_s=3, init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+net = zerofunc.shard(torch.nn.Linear(4, 4), 3, resident_bytes=0)
+if sys.argv[2] == "0":
+    try:
+        net(torch.ones(1, 4))
+    except zerofunc.DivergenceError as error:
+        print(error)
+else:
+    sys.stdin.read()  # elsewhere, until the other one has ended
+"""
+
+
+@pytest.mark.slow
+def test_the_time_out_of_init_distributed_is_that_of_shard(tmp_path):
+    start = [sys.executable, "-c", SCRIPT, f"file://{tmp_path / 'store'}"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*start, "1"], **pipes) as other:
+        first = subprocess.run([*start, "0"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+        other.communicate("")
+    assert "another rank did not come within 3 s" in first.stdout, first.stderr

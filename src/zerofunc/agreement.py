@@ -11,8 +11,16 @@ position it does not know, and who waits there helps:
   were about to do, start those reductions and repeat their own header. Afterwards all ranks have started them, so that
   waiting for them cannot close a circle.
 
+- So does a rank that holds too many full gradients, because a page which it does not complete is in front of others.
+
 So no backward ever waits for something that another rank starts later, whichever parameters each rank uses, and ranks
 that have diverged see different headers: they raise :class:`DivergenceError` with every rank's own words.
+
+Between exchanges a rank starts a page by itself where nothing can come between: one module alone is trained, and
+messages are paired by a label of their own (not gloo's all-reduces at stage 0, which are paired by their order).
+Backwards end in the order in which modules were sharded, not in that in which a rank has reached them. What a graph
+task has brought is ended with it; what an engine's backward has brought, inner backwards and other engines' modules
+included, with that. Every end has a number, so that what a failed backward has sent meets nothing of a later one.
 """
 
 from __future__ import annotations

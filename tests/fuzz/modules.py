@@ -26,7 +26,6 @@ CLASSES = {
     "ConvTranspose": ("nn.ConvTranspose1d(4, 1, 4)", "m.l(x[:, :, None])[:, 0]"),
     "Embedding": ("nn.Embedding(5, 4)", "x + m.l(torch.arange(len(x)) % 5)"),
     "Padded": ("nn.Embedding(5, 4, padding_idx=1)", "x * m.l(torch.arange(len(x)) % 3)"),
-    "MaxNorm": ("nn.Embedding(5, 4, max_norm=0.5)", "x + m.l(torch.arange(len(x)) % 5)"),
     "Bag": ("nn.EmbeddingBag(5, 4)", "x + m.l(torch.arange(2 * len(x)).view(-1, 2) % 5)"),
     "Attention": ("nn.MultiheadAttention(4, 2)", "m.l(*[x[:, None]] * 3, need_weights=False)[0][:, 0]"),
     "Weights": ("nn.MultiheadAttention(4, 2, bias=False)", "m.l(*[x[:, None]] * 3)[0][:, 0]"),

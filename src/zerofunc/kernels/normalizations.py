@@ -127,9 +127,14 @@ def instance_norm(
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """``torch._weight_norm``: wrong second derivatives, no forward mode."""
-    dims = [d for d in range(v.ndim) if d != dim % v.ndim] if dim != -1 else range(v.ndim)
-    return v * (g / torch.linalg.vector_norm(v, dim=dims, keepdim=dim != -1))
+    """``torch._weight_norm``: wrong second derivatives, no forward mode.
+
+    The norm is written out: ``vector_norm`` has no third derivative in reverse over forward over reverse.
+    """
+    dims = [d for d in range(v.ndim) if d != dim % v.ndim] if dim != -1 else list(range(v.ndim))
+    squares = v.to(torch.promote_types(v.dtype, torch.float32)).square()
+    totals = squares.sum(dims, keepdim=dim != -1) if dims else squares  # over no dimension, sum() would take all
+    return v * (g / totals.sqrt().to(v.dtype))
 
 
 def exponentials_of(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
@@ -134,6 +134,16 @@ def elementary(module):
             if type(hook).__name__ == "WeightNorm":
                 hook.__class__ = WeightNormHook
     return module
+
+
+def functional_call(module, parameters, args):
+    """torch.func's, which leaves its parameters in a module that is registered twice: they are put back."""
+    held = [(inner._parameters, dict(inner._parameters)) for inner in module.modules()]
+    try:
+        return torch.func.functional_call(module, parameters, args)
+    finally:
+        for parameters_of_inner, own in held:
+            parameters_of_inner.update(own)
 
 
 def over_shards(function, loss, module, direction):

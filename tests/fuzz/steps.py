@@ -143,6 +143,7 @@ class Shards(Step):
                 "over_shards(f, loss, module, v)",
                 "over_parameters(f, loss, plain, w)",
                 self.mode,
+                with_types=False,  # shards are float32 where parameters are of fewer bits
             ),
         ]
 

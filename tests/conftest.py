@@ -12,6 +12,8 @@ NONE = SimpleNamespace(params={})
 ABOUT_REDUCTION = {"test_training", "test_accumulation", "test_memory"}
 # Models of other libraries are large: there stage 3 alone is fast.
 OF_LIBRARIES = {"test_generate", "test_lora", "test_experts"}
+# Where derivatives of operators are asked about, stage 0 runs the same kernels.
+ABOUT_KERNELS = {"test_third_order", "test_inference_mode", "test_recomputed_kernels", "test_odd_parameters"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -27,5 +29,5 @@ def pytest_collection_modifyitems(items):
         is_elsewhere = has_stage_3 and file not in ABOUT_REDUCTION
         if stage in (1, 2) and (parameters.get("world_size") == 1 or is_elsewhere):
             item.add_marker(pytest.mark.slow)
-        if stage == 0 and has_stage_3 and file in OF_LIBRARIES:
+        if stage == 0 and has_stage_3 and file in OF_LIBRARIES | ABOUT_KERNELS:
             item.add_marker(pytest.mark.slow)

@@ -279,7 +279,8 @@ class Write(Step):
     index: int
 
     def lines(self, number, around):
-        how = WRITES[self.how]
+        is_by_place = self.where == "shards" and self.how == "view"  # a shard begins elsewhere on each rank
+        how = "lambda p: p.zero_()" if is_by_place else WRITES[self.how]
         plain = f"write({'plain.parameters()' if self.where != 'parameter' else f'[pick(plain, {self.index})]'}, {how})"
         if self.where == "gathered":
             inner = f"write(module.parameters(), {how}) if RANK == 0 else None"

@@ -106,6 +106,49 @@ def test_zero_grad_between_micro_steps_clears_what_is_not_reduced(stage):
     assert_same(engine, plain)
 
 
+@STAGES
+@pytest.mark.world_size(2)
+def test_gradients_that_wait_for_the_boundary_are_averaged_to_be_read(stage):
+    engine, plain = engine_of(build(Net), stage, optimizer=SGD, gradient_accumulation_steps=2), build(Net)
+    for step in range(2):
+        engine.backward(fit(engine, step, dist.get_rank()))
+        (sum(fit(plain, step, rank) for rank in range(2)) / 4).backward()
+        for mine, theirs in zip(engine.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.norm(), theirs.grad.norm())
+            torch.testing.assert_close(mine.grad.clone(), theirs.grad)
+            theirs.grad.mul_(2)
+            mine.grad.mul_(2)
+        engine.step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_same(engine, plain)
+    assert all(parameter.grad is None for parameter in engine.parameters())
+
+
+@STAGES
+@pytest.mark.world_size(2)
+def test_a_gradient_that_is_kept_outlives_zero_grad(stage):
+    both = Both(stage)
+    both.backward()
+    kept = [parameter.grad for parameter in both.module.parameters()]
+    both.module.zero_grad()
+    for gradient, parameter in zip(kept, both.plain.parameters(), strict=True):
+        torch.testing.assert_close(gradient.clone(), parameter.grad)
+    for gradient, parameter in zip(kept, both.module.parameters(), strict=True):
+        parameter.grad = gradient
+    both.assert_same_gradients()
+    both.step()
+
+
+@pytest.mark.world_size(2)
+def test_a_gradient_cleared_before_it_was_averaged_cannot_be_read():
+    both = Both(3)
+    weight = both.module.first.weight
+    weight.grad = torch.ones_like(weight)
+    kept, weight.grad = weight.grad, None
+    with pytest.raises(RuntimeError, match=r"'first\.weight' was cleared or replaced before it was averaged.*clone"):
+        kept.norm()
+
+
 # ---- assigning ---------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +187,87 @@ def test_gradients_are_changed_in_place_as_in_pytorch(stage):
         mine.grad = mine.grad - 0.1 * mine.detach()
         theirs.grad = theirs.grad - 0.1 * theirs.detach()
     both.assert_same_gradients()
+    both.step()
+
+
+def rows(gradient):
+    gradient[0] = 1.0
+
+
+def by_mask(gradient):
+    gradient.masked_fill_(gradient < 0, 0.5)
+
+
+def by_copy(gradient):
+    gradient.copy_(2 * gradient)
+
+
+def by_view(gradient):
+    gradient.view(-1)[1:].mul_(2)
+
+
+def centred(gradient):
+    gradient.sub_(gradient.mean())
+
+
+def old_style(gradient):
+    gradient.data.div_(gradient.data.norm(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [rows, by_mask, by_copy, by_view, centred, old_style])
+@STAGES
+@pytest.mark.world_size(2, 3)
+def test_whatever_writes_into_a_gradient_writes_into_what_is_stepped_with(stage, change):
+    both = Both(stage)
+    both.backward()
+    for mine, theirs in both.parameters():
+        for gradient in (mine.grad, theirs.grad):
+            change(gradient)
+        mine.grad += 0.1
+        theirs.grad += 0.1
+    both.assert_same_gradients()
+    both.step()
+
+
+@STAGES
+@pytest.mark.world_size(2)
+def test_what_differs_between_ranks_is_averaged_when_it_is_written(stage):
+    both = Both(stage)
+    both.backward()
+    for number, (mine, theirs) in enumerate(both.parameters()):
+        mine.grad.add_(data(number, dist.get_rank(), *mine.shape))
+        theirs.grad.add_((data(number, 0, *mine.shape) + data(number, 1, *mine.shape)) / 2)
+    both.step()
+
+
+@STAGES
+@pytest.mark.world_size(2)
+def test_training_by_hand(stage):
+    both = Both(stage)
+    for step in range(2):
+        both.backward(step)
+        with torch.no_grad():
+            for pair in both.parameters():
+                for parameter in pair:
+                    parameter.sub_(parameter.grad, alpha=0.1)
+                    parameter.grad = None
+        assert_same(both.module, both.plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.world_size(1, 2)
+def test_a_module_is_compiled_where_it_has_gradients(stage):
+    both = Both(stage)
+    module = both.module
+    both.backward()
+    both.module = torch.compile(module, backend="aot_eager")
+    for step in range(1, 3):
+        both.backward(step)
+        both.assert_same_gradients()
+    torch._dynamo.reset()
+    both.module = module
     both.step()
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._guards import TracingContext
 from torch.fx.experimental import proxy_tensor
 
 from zerofunc.parts import own_grad, set_own_grad, take_values
@@ -32,7 +33,10 @@ def _read_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """The mean gradient over all ranks in full shape, or None. Local, until its values are read."""
     source, *place = vars(parameter).get("_gradients", (_nobody,))
     found, own = source(), own_grad(parameter)
-    return own if own is not None or found is None else found.read(*place)  # its own in a hook, until it is taken
+    is_compiled = TracingContext.try_get() is not None  # which asks to describe the parameter
+    if own is not None or found is None or is_compiled:  # it has its own in a hook, until that is taken
+        return own
+    return found.read(*place)
 
 
 def _assign_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:

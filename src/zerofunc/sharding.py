@@ -436,6 +436,7 @@ def _shardings_of(optimizer: torch.optim.Optimizer) -> list[Sharding]:
     return list(dict.fromkeys(s for owner in owners if owner is not None and (s := owner.sharding()) is not None))
 
 
+@uncompiled
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for sharding in _shardings_of(optimizer):
         sharding.check_intact()
@@ -446,8 +447,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         owner = owner_of(parameter)
         if owner is not None and not owner.is_shard:
             raise RuntimeError(
-                f"{type(optimizer).__name__} was built on parameter {owner.name!r} of a sharded module, which has no "
-                "gradient; it would train nothing. Build it on zerofunc.shards(module).values(), or give it to "
+                f"{type(optimizer).__name__} was built on parameter {owner.name!r} of a sharded module, whose "
+                "shards are what is trained. Build it on zerofunc.shards(module).values(), or give it to "
                 "zerofunc.initialize, which does so."
             )
 
@@ -477,6 +478,7 @@ def _refuse_other_sizes(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
+@uncompiled
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     # Fused optimizer kernels do not count versions; a step that changed nothing costs a refresh.
     updated = [p for p in _parameters_of(optimizer) if p.grad is not None and owner_of(p) is not None]

@@ -237,7 +237,8 @@ def overflowing(module: nn.Module, among: Collection[str]) -> list[str]:
 def clip_grad_norm_(module: nn.Module, max_norm: float) -> torch.Tensor:
     """Collective. Scale the gradients of the shards so that their norm over all ranks is at most ``max_norm``.
 
-    ``torch.nn.utils.clip_grad_norm_`` sees one rank's shards, or nothing on ``module.parameters()``.
+    ``torch.nn.utils.clip_grad_norm_`` over ``module.parameters()``, or over shards, does so as well, in the gradients'
+    own data type and for any p-norm.
 
     Returns:
         The norm before, a float64 scalar.

@@ -396,6 +396,30 @@ def test_trying_leaves_the_optimizer_alone() -> None:
     assert scheduler.get_last_lr() == [0.1]
 
 
+class KeepsStepSizes(Own):
+    """As some keep the step sizes that they have computed: in a list of the group."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["sizes"] = [None, None]
+        self.seen = [[None]]
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        assert param.grad is not None
+        self.seen[0][0] = group["lr"]
+        if group["sizes"][0] is None:
+            group["sizes"][0] = group["lr"]
+        return param.grad * group["sizes"][0]
+
+
+def test_trying_leaves_what_a_group_holds_alone() -> None:
+    optimizer = KeepsStepSizes(leaves(3), lr=1e-3)
+    assert scope_of(optimizer, optimizer.param_groups[0]) == "element"
+    assert optimizer.param_groups[0]["sizes"] == [None, None]
+    assert optimizer.seen == [[None]]
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -129,7 +130,8 @@ def _pieces(device: torch.device, dtype: torch.dtype) -> tuple[_Piece, _Piece]:
 def _try(optimizer: Any, group: dict[str, Any], calls: Sequence[Sequence[_Piece]]) -> _Trial:
     """Steps that call the optimizer's once for each list of pieces."""
     twin, state = twin_of(optimizer), defaultdict[torch.Tensor, Any](dict)
-    settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    settings = copy.deepcopy(own)  # an optimizer may write into a list that its group holds
     if settings.get("lr") is not None:  # a schedule may have begun at 0
         settings["lr"] = torch.full_like(settings["lr"], 0.1) if torch.is_tensor(settings["lr"]) else 0.1
     tensors = [[piece.value.clone().requires_grad_() for piece in pieces] for pieces in calls]

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 State = MutableMapping[torch.Tensor, Any]
 """What an optimizer keeps of each parameter; must make an entry that is missing, as `defaultdict(dict)` does."""
@@ -66,7 +67,8 @@ def twin_of(optimizer: Any) -> Any:
             inner.append(twin_of(value))
             vars(twin)[name] = inner[-1]
         elif name != "step":
-            vars(twin)[name] = copy.copy(value) if isinstance(value, dict | list) else value
+            is_container = isinstance(value, dict | list)  # whose containers are copied, and not what they hold
+            vars(twin)[name] = pytree.tree_map(lambda held: held, copy.copy(value)) if is_container else value
     for layer in inner:  # one list, as in the original
         layer.param_groups = twin.param_groups
     return twin

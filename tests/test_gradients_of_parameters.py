@@ -15,6 +15,11 @@ SMALL = {"page_bytes": 160, "resident_bytes": 0, "timeout_s": 20}
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
+def mean_data(step, *shape):
+    """What two ranks' data come to."""
+    return (data(step, 0, *shape) + data(step, 1, *shape)) / 2
+
+
 class Both:
     """A sharded module and a plain one that sees the data of all ranks, each with its optimizer."""
 
@@ -160,7 +165,7 @@ def test_an_assigned_gradient_is_averaged_and_used(stage):
     for number, (mine, theirs) in enumerate(both.parameters()):
         if number % 2:
             mine.grad = data(number, dist.get_rank(), *mine.shape)
-            theirs.grad = (data(number, 0, *mine.shape) + data(number, 1, *mine.shape)) / 2
+            theirs.grad = mean_data(number, *mine.shape)
     both.step()
 
 
@@ -170,7 +175,7 @@ def test_an_assigned_gradient_is_what_an_engine_steps_with(stage):
     engine, plain = engine_of(build(Net), stage, optimizer=SGD), build(Net)
     for number, (mine, theirs) in enumerate(zip(engine.parameters(), plain.parameters(), strict=True)):
         mine.grad = data(number, dist.get_rank(), *mine.shape)
-        theirs.grad = (data(number, 0, *mine.shape) + data(number, 1, *mine.shape)) / 2
+        theirs.grad = mean_data(number, *mine.shape)
     engine.step()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert_same(engine, plain)
@@ -237,7 +242,7 @@ def test_what_differs_between_ranks_is_averaged_when_it_is_written(stage):
     both.backward()
     for number, (mine, theirs) in enumerate(both.parameters()):
         mine.grad.add_(data(number, dist.get_rank(), *mine.shape))
-        theirs.grad.add_((data(number, 0, *mine.shape) + data(number, 1, *mine.shape)) / 2)
+        theirs.grad.add_(mean_data(number, *mine.shape))
     both.step()
 
 

@@ -10,7 +10,6 @@ position it does not know, and who waits there helps:
 - A rank whose backward has too many reductions under way *asks* in an exchange of its own. The others, whatever they
   were about to do, start those reductions and repeat their own header. Afterwards all ranks have started them, so that
   waiting for them cannot close a circle.
-
 - So does a rank that holds too many full gradients, because a page which it does not complete is in front of others.
 
 So no backward ever waits for something that another rank starts later, whichever parameters each rank uses, and ranks

@@ -19,7 +19,7 @@ from zerofunc.collectives import joined_ranks
 from zerofunc.config import Config, ConfigError, Defaults, LeafModuleConfig, load_config
 from zerofunc.data import RankLoader, rank_loader
 from zerofunc.engine import Engine
-from zerofunc.launch import DEFAULT_MASTER_PORT, init_distributed
+from zerofunc.launch import DEFAULT_MASTER_PORT, init_distributed, require_started
 from zerofunc.precision import DTYPES
 from zerofunc.progress import log_to_console
 from zerofunc.reduction import Reducer
@@ -151,7 +151,7 @@ def _started_ranks(dist_init_required: bool | None, port: int | None) -> int:
     if joined is not None:
         return joined[1]
     if dist_init_required is False:
-        raise RuntimeError("dist_init_required is False, but torch.distributed is not started; start it first")
+        require_started()
     return init_distributed(start_alone=False, master_port=port or DEFAULT_MASTER_PORT)
 
 

@@ -199,6 +199,12 @@ def _numbers(ranges: str) -> Iterator[str]:
             yield f"{number:0{len(first)}d}"
 
 
+def require_started() -> None:
+    """Local. Raise RuntimeError if torch.distributed is not started, for who says that it need not be."""
+    if joined_ranks() is None:
+        raise RuntimeError("dist_init_required is False, but torch.distributed is not started; start it first")
+
+
 def init_distributed(
     dist_backend: str | None = None,
     timeout_s: float | None = None,

@@ -214,6 +214,11 @@ class LogicalOptimizer(Optimizer):
         raise ValueError(f"a tensor of shape {tuple(shard.shape)} is not one whose parameter is stepped as a whole")
 
 
+def whole_optimizer(optimizer: Any, shard: torch.Tensor) -> LogicalOptimizer | None:
+    """Local. The optimizer, if it steps the parameter of this shard as a whole on one rank."""
+    return optimizer if isinstance(optimizer, LogicalOptimizer) and optimizer.is_whole(shard) else None
+
+
 def _gathered(wholes: list[_Whole]) -> dict[_Whole, torch.Tensor]:
     """Collective. Value and gradient of the parameters that this rank owns, 2 x [numel]."""
     mine = [whole for whole in wholes if whole.is_mine]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zerofunc.logical_optimizer import LogicalOptimizer
+from zerofunc.logical_optimizer import whole_optimizer
 from zerofunc.sharding import Sharding, owner_of, sharding_of
 from zerofunc.trees import reshard, unshard
 
@@ -55,25 +55,24 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
         ValueError: If groups, names or shapes do not fit, before anything is changed.
     """
     sharding = sharding_of(module)
-    found = [[_name(sharding, shard) for shard in group["params"]] for group in optimizer.param_groups]
+    groups = [{_name(sharding, shard): shard for shard in group["params"]} for group in optimizer.param_groups]
+    found = [list(group) for group in groups]
     saved = [list(group["params"]) for group in state["param_groups"]]
     if found != saved:
         raise ValueError(
             f"the optimizer's groups are of {_short(found)}; the state that was saved is of {_short(saved)}"
         )
-    shards = {_name(sharding, shard): shard for group in optimizer.param_groups for shard in group["params"]}
+    shards = {name: shard for group in groups for name, shard in group.items()}
     parts = {
-        name: entries if _is_whole(optimizer, shards[name]) else _parts(module, name, entries)
+        name: _parts(module, name, entries) if whole_optimizer(optimizer, shards[name]) is None else entries
         for name, entries in state["state"].items()
     }
     for group, kept in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({name: value for name, value in kept.items() if name != "params"})
     for name, entries in parts.items():
         shard = shards[name]
-        is_elsewhere = (
-            isinstance(optimizer, LogicalOptimizer) and optimizer.is_whole(shard) and not optimizer.owns(shard)
-        )
-        if not is_elsewhere:
+        whole = whole_optimizer(optimizer, shard)
+        if whole is None or whole.owns(shard):
             optimizer.state[shard] = _copied(entries, shard.device)
 
 
@@ -87,13 +86,10 @@ def _name(sharding: Sharding, shard: torch.Tensor) -> str:
     return owner.name
 
 
-def _is_whole(optimizer: Optimizer, shard: torch.Tensor) -> bool:
-    return isinstance(optimizer, LogicalOptimizer) and optimizer.is_whole(shard)
-
-
 def _full_state(module: nn.Module, optimizer: Optimizer, name: str, shard: torch.Tensor) -> dict[str, Any]:
-    if isinstance(optimizer, LogicalOptimizer) and optimizer.is_whole(shard):
-        return _copied(optimizer.full_state(shard), torch.device("cpu"))
+    whole = whole_optimizer(optimizer, shard)
+    if whole is not None:
+        return _copied(whole.full_state(shard), torch.device("cpu"))
     entries = dict(optimizer.state.get(shard, {}))
     for key, value in entries.items():
         if key != "step" and isinstance(value, torch.Tensor) and value.shape == shard.shape:

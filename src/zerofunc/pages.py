@@ -82,7 +82,7 @@ def _first_values(
             yield piece
 
 
-def replace_parameters(page: Page, parameters: list[nn.Parameter], stage: int, pager: Pager) -> None:
+def replace_parameters(page: Page, parameters: list[nn.Parameter], pager: Pager) -> None:
     """Local. Make parameters, their identity and attributes kept, those of a page."""
     for slot, parameter in zip(page.layout.slots, parameters, strict=True):
         if page.full is not None and not parameter.is_meta and not isinstance(parameter, PagedTensor):

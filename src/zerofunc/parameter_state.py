@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofunc.logical_optimizer import LogicalOptimizer
+from zerofunc.logical_optimizer import LogicalOptimizer, whole_optimizer
 from zerofunc.sharding import Sharding, owner_of, place_of
 from zerofunc.trees import gathered, reshard, unshard
 
@@ -227,9 +227,7 @@ def _chosen(state: dict[str, Any] | None, name: str, key: str) -> Any:
 
 def _whole_optimizer(sharding: Sharding, name: str) -> LogicalOptimizer | None:
     """The optimizer, if it steps this parameter as a whole on one rank."""
-    optimizer = sharding.optimizer
-    is_whole = isinstance(optimizer, LogicalOptimizer) and optimizer.is_whole(sharding.shard(name))
-    return optimizer if isinstance(optimizer, LogicalOptimizer) and is_whole else None
+    return whole_optimizer(sharding.optimizer, sharding.shard(name))
 
 
 def _is_part(sharding: Sharding, name: str, value: Any) -> bool:

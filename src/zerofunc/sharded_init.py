@@ -180,9 +180,10 @@ def shard_alone(parameter: nn.Parameter, name: str, pager: Pager, dtype: torch.d
     spec = ParameterSpec(name, parameter.shape, (dtype, device, parameter.requires_grad))
     (layout,) = build_pages([spec], pager.axes.shard.size, page_numel=1)
     with below_transforms():
-        checksum = None if parameter.is_meta else _checksum(parameter.detach())
+        is_compared = pager.axes.num_ranks > 1 and not parameter.is_meta
+        checksum = _checksum(parameter.detach()) if is_compared else None
         page = build_page(layout, [parameter], 3, pager.axes, low_precision=True, on_cpu=on_cpu, are_alike=True)
-        replace_parameters(page, [parameter], 3, pager)
+        replace_parameters(page, [parameter], pager)
         if checksum is not None:
             page.built = checksum, page.versions()
     parameter.__class__ = DraftParameter  # type: ignore[assignment]

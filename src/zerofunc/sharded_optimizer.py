@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zerofunc.config import OptimizerConfig
-from zerofunc.logical_optimizer import LogicalOptimizer
+from zerofunc.logical_optimizer import LogicalOptimizer, whole_optimizer
 from zerofunc.optimizers import (
     build_optimizer,
     is_optimizer,
@@ -190,9 +190,10 @@ def _refuse_duplicates(places: list[tuple[Sharding, str]]) -> None:
 
 def _move_state(optimizer: Optimizer, shard: torch.Tensor, state: dict[str, Any]) -> None:
     """Give a shard the state of its parameter: parts of what has the parameter's shape, and the rest as it is."""
-    if isinstance(optimizer, LogicalOptimizer) and optimizer.is_whole(shard):
-        if optimizer.owns(shard):
-            optimizer.state[shard] = state
+    whole = whole_optimizer(optimizer, shard)
+    if whole is not None:
+        if whole.owns(shard):
+            whole.state[shard] = state
         return
     owner = owner_of(shard)
     sharding = owner.sharding() if owner is not None else None

@@ -340,7 +340,7 @@ def shard(
         for layout in layouts_of(specs, axes.shard.size, page_bytes):
             page_parameters = [parameters[slot.name] for slot in layout.slots]
             page = build_page(layout, page_parameters, stage, axes, low_precision_masters, masters_on_cpu)
-            replace_parameters(page, page_parameters, stage, pager)  # which frees what they held before
+            replace_parameters(page, page_parameters, pager)  # which frees what they held before
             pages.append(page)
     sharding = module.__dict__["_zerofunc"] = Sharding(module, stage, axes, pages, pager, parameters)
     sharding.settings = settings
@@ -461,16 +461,10 @@ def _refuse_other_sizes(optimizer: torch.optim.Optimizer) -> None:
     is_whole = getattr(optimizer, "is_whole", lambda shard: False)  # a LogicalOptimizer's own
     for parameter in _parameters_of(optimizer):
         owner = owner_of(parameter)
-        for key, value in (
-            optimizer.state.get(parameter, {}).items() if owner is not None and not is_whole(parameter) else ()
-        ):
-            if (
-                owner is not None
-                and torch.is_tensor(value)
-                and value.dim() == 1
-                and value.shape != parameter.shape
-                and len(value) > 1
-            ):
+        if owner is None or is_whole(parameter):
+            continue
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if torch.is_tensor(value) and value.dim() == 1 and 1 < len(value) != len(parameter):
                 raise ValueError(
                     f"the optimizer's state {key!r} of {owner.name!r} has {len(value)} elements; this rank's shard has "
                     f"{parameter.numel()}. It was saved on another number of ranks or at another stage: save "

@@ -26,12 +26,11 @@ class DataFlow(TorchDispatchMode):
         mixes: Whether an element was computed from others of its parameter, or a value left for Python. So a norm
             counts from the first step on, whatever it does then; a count of steps does not.
         couples: Whether a tensor was computed from several parameters.
-        draws: Whether random numbers were drawn.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.mixes = self.couples = self.draws = False
+        self.mixes = self.couples = False
         self._sources: dict[int, _Sources] = {}
         self._alive: list[torch.Tensor] = []  # so that no address is used again
 
@@ -42,7 +41,6 @@ class DataFlow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         name = func.overloadpacket.__name__
         inputs = [*args, *(kwargs or {}).values()]
         if name.startswith(("_foreach_", "_fused_")):

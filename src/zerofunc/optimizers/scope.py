@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -69,28 +70,26 @@ class _Trial:
     Attributes:
         moved: How far each tensor went, flat.
         common: What the optimizer keeps for all parameters afterwards, as text.
-        flow: What was seen of its operators.
     """
 
     moved: list[torch.Tensor]
     common: str
-    flow: DataFlow
 
 
 def _tried(optimizer: Any, group: dict[str, Any]) -> Scope:
     example = next(iter(group["params"]), torch.empty(0))
     first, second = _pieces(example.device, torch.promote_types(example.dtype, torch.float32))
-    other = replace(first, target=-2 * first.target)
+    other, flow = replace(first, target=-2 * first.target), DataFlow()
     devices = [] if example.device.type == "cpu" else [example.device]
     with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
         try:
-            together = _try(optimizer, group, [[first, second]])
+            together = _try(optimizer, group, [[first, second]], flow)
         except Exception as error:
             raise ValueError(_cannot_try(optimizer, f"its step raised {type(error).__name__}: {error}")) from error
         if not any([bool(moved.any()) for moved in together.moved]):
             raise ValueError(_cannot_try(optimizer, "its step did not move them"))
         elsewhere = _try(optimizer, group, [[other, second]])
-        if together.flow.couples or elsewhere.common != together.common or not _equal(together.moved[1:], elsewhere):
+        if flow.couples or elsewhere.common != together.common or not _equal(together.moved[1:], elsewhere):
             return "model"
         whole = torch.cat(together.moved)
 
@@ -99,7 +98,7 @@ def _tried(optimizer: Any, group: dict[str, Any]) -> Scope:
             return _same(whole, lambda: torch.cat([m for c in calls for m in _try(optimizer, group, c).moved]))
 
         pieces = [[[first.flat(0, 10)]], [[first.flat(10, 24), second.flat(0, 15)]]]
-        if not together.flow.mixes and by_ranks(*pieces):
+        if not flow.mixes and by_ranks(*pieces):
             return "element"
         if by_ranks([[first]], [[second]]) and by_ranks([[first], [second]]):
             return "parameter"
@@ -127,31 +126,33 @@ def _pieces(device: torch.device, dtype: torch.dtype) -> tuple[_Piece, _Piece]:
     return first, second
 
 
-def _try(optimizer: Any, group: dict[str, Any], calls: Sequence[Sequence[_Piece]]) -> _Trial:
-    """Steps that call the optimizer's once for each list of pieces."""
+def _try(
+    optimizer: Any, group: dict[str, Any], calls: Sequence[Sequence[_Piece]], flow: DataFlow | None = None
+) -> _Trial:
+    """Steps that call the optimizer's once for each list of pieces, its operators followed by ``flow``."""
     twin, state = twin_of(optimizer), defaultdict[torch.Tensor, Any](dict)
-    own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-    settings = copy.deepcopy(own)  # an optimizer may write into a list that its group holds
+    given = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    settings = copy.deepcopy(given)  # an optimizer may write into a list that its group holds
     if settings.get("lr") is not None:  # a schedule may have begun at 0
         settings["lr"] = torch.full_like(settings["lr"], 0.1) if torch.is_tensor(settings["lr"]) else 0.1
     tensors = [[piece.value.clone().requires_grad_() for piece in pieces] for pieces in calls]
     settings = _begin_training(twin, settings, tensors, state)
-    flow = DataFlow()
     for step in range(_NUM_STEPS):
         changed = settings
         for pieces, params in zip(calls, tensors, strict=True):
             for number, (piece, param) in enumerate(zip(pieces, params, strict=True)):
                 param.grad = piece.gradient(param, step)
-                flow.follow(number, (param.detach(), param.grad))
+                if flow is not None:
+                    flow.follow(number, (param.detach(), param.grad))
             passed = {**settings, "params": list(params)}
-            with flow:
+            with flow or nullcontext():
                 step_with(twin, [passed], state)
             changed = {name: passed[name] for name in settings.keys() | passed.keys() - {"params"}}
         settings = changed
     pairs = zip([p for pieces in calls for p in pieces], [t for params in tensors for t in params], strict=True)
     moved = [(param.detach() - piece.value).flatten() for piece, param in pairs]
     own = {name: value for name, value in vars(twin).items() if isinstance(value, int | float | torch.Tensor)}
-    return _Trial(moved, repr(sorted({**own, **settings}.items(), key=str)), flow)
+    return _Trial(moved, repr(sorted({**own, **settings}.items(), key=str)))
 
 
 def _begin_training(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zerofunc.data import RankLoader
-from zerofunc.logical_optimizer import LogicalOptimizer
+from zerofunc.logical_optimizer import LogicalOptimizer, whole_optimizer
 from zerofunc.saving.files import bytes_of
 from zerofunc.saving.manifest import Manifest, StoredTensor, some
 from zerofunc.saving.pieces import Piece
@@ -60,7 +60,7 @@ class Run:
 
     def is_whole(self, shard: torch.Tensor) -> bool:
         """Whether the optimizer keeps the state of a shard's parameter in full, on its owner."""
-        return isinstance(self.optimizer, LogicalOptimizer) and self.optimizer.is_whole(shard)
+        return whole_optimizer(self.optimizer, shard) is not None
 
     def owns(self, shard: torch.Tensor) -> bool:
         """Whether this rank keeps that state."""

@@ -7,7 +7,6 @@ import datetime
 from typing import Any
 
 from zerofunc import launch
-from zerofunc.collectives import joined_ranks
 
 
 def init_distributed(
@@ -40,8 +39,7 @@ def init_distributed(
         RuntimeError: If torch.distributed is not started though it must be.
     """
     if dist_init_required is False:
-        if joined_ranks() is None:
-            raise RuntimeError("dist_init_required is False, but torch.distributed is not started; start it first")
+        launch.require_started()
         return
     launch.init_distributed(
         dist_backend,

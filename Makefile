@@ -33,6 +33,7 @@ check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docs/architecture.py --check
 
 verify: $(READY)
 	$(BIN)/zerofunc verify

@@ -15,7 +15,7 @@ from report import Sheet
 from timing import Plan, alternate
 from train_step import TIMEOUT_S, environment_of
 
-from zerofunc.testing import RankPool
+from zerofunc_testing.pool import RankPool
 
 Tasks = dict[str, Callable[[], object]]
 RATIOS = (

@@ -26,7 +26,7 @@ from train_step import NUM_RANKS, TIMEOUT_S, environment_of
 
 import zerofunc
 from zerofunc import curvature
-from zerofunc.testing import RankPool
+from zerofunc_testing.pool import RankPool
 
 NAMES = ("single", *STAGES)
 TARGETS = {**dict.fromkeys(("stage0", "stage1", "stage2"), 1.15), "stage3": 1.4}

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from contenders import NAMES, WORKS, Paging, build, make_batches, train
 
-from zerofunc.testing import RankPool
+from zerofunc_testing.pool import RankPool
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 WARM_UP_STEPS = 2

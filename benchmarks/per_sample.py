@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from train_step import MIN_WIDTH, NUM_RANKS, TIMEOUT_S, environment_of
 
 import zerofunc
-from zerofunc.testing import RankPool
+from zerofunc_testing.pool import RankPool
 
 STAGES = {"stage0": 0, "stage3": 3}
 NAMES = ("opacus", "plain", *STAGES)

@@ -12,7 +12,7 @@ from memory import Memory
 from rich.table import Table
 from timing import Timing
 
-from zerofunc.sharding import DEFAULT_RESIDENT_BYTES
+from zerofunc.module.sharding import DEFAULT_RESIDENT_BYTES
 
 FLOAT_BYTES = 4
 # The most that func.grad may take, over the plain module.

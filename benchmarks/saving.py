@@ -40,7 +40,7 @@ from train_step import MIN_WIDTH, NUM_RANKS, TIMEOUT_S
 
 import zerofunc
 from zerofunc.saving.files import PIECE_BYTES
-from zerofunc.testing import RankPool
+from zerofunc_testing.pool import RankPool
 
 RESULTS = Path(__file__).with_name("RESULTS_SAVING.md")
 TARGET = 1.1

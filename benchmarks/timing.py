@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from contenders import STAGES, Batch, Contender, Paging, build, input_gradient, make_batches, train
 
-from zerofunc.testing import report
+from zerofunc_testing.pool import report
 
 NUM_BATCHES = 8
 WARM_UP_ROUNDS = 2

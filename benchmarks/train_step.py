@@ -30,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from timing import Plan, Timing, time_contenders
 
 import zerofunc
-from zerofunc.testing import RankPool
+from zerofunc_testing.pool import RankPool
 
 NUM_RANKS = 2
 TIMEOUT_S = 4 * 3600.0

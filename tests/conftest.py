@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest_plugins = ["zerofunc.pytest_plugin"]
+pytest_plugins = ["zerofunc_testing.pytest_plugin"]
 
 
 NONE = SimpleNamespace(params={})

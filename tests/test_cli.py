@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from zerofunc.cli import app
-from zerofunc.paged_tensor import PagedTensor
+from zerofunc.pages.paged_tensor import PagedTensor
+from zerofunc.tools.cli import app
 from zerofunc.verify.cells import CELLS
 
 
@@ -61,7 +61,7 @@ def verify(tmp_path, model, *options):
 
 def test_the_table_of_ones_own_model_is_ok(tmp_path, monkeypatch):
     cells = [cell for cell in CELLS if cell.models is None and cell.name != "linearize"]
-    monkeypatch.setattr("zerofunc.cli.CELLS", cells)
+    monkeypatch.setattr("zerofunc.tools.cli.CELLS", cells)
     result, outcomes = verify(tmp_path, f"{__name__}:scaled", "--stages", "0,3", "--nproc", "1")
     assert "Buffers, such as BatchNorm's statistics, are each rank's own" in " ".join(result.output.split())
     assert result.exit_code == 0, result.output
@@ -72,7 +72,7 @@ def test_the_table_of_ones_own_model_is_ok(tmp_path, monkeypatch):
 
 def test_a_wrong_number_is_shown_and_ends_in_exit_code_1(tmp_path, monkeypatch):
     names = {"forward", "grad", "jvp", "ordinary loss"}
-    monkeypatch.setattr("zerofunc.cli.CELLS", [cell for cell in CELLS if cell.name in names])
+    monkeypatch.setattr("zerofunc.tools.cli.CELLS", [cell for cell in CELLS if cell.name in names])
     result, outcomes = verify(tmp_path, f"{__name__}:wrong_when_sharded", "--stages", "2,3", "--nproc", "1")
     assert result.exit_code == 1
     assert {outcome["status"] for outcome in outcomes if outcome["stage"] == 2} == {"ok"}
@@ -85,7 +85,7 @@ def test_a_crash_costs_its_cell_and_not_the_table(monkeypatch):
     """Two cells, of which one kills its rank."""
     from rich.console import Console
 
-    from zerofunc import cli
+    from zerofunc.tools import cli
 
     monkeypatch.setattr(cli, "CELLS", [cell for cell in CELLS if cell.name in ("forward", "grad", "ordinary loss")])
     setting = cli.Setting(f"{__name__}:crashes_under_grad")

@@ -205,7 +205,7 @@ def test_a_warning_names_file_and_line(
 
 @pytest.mark.world_size(2)
 def test_the_first_rank_alone_warns() -> None:
-    from zerofunc.collectives import joined_ranks
+    from zerofunc.ranks.collectives import joined_ranks
 
     heard: list[str] = []
     handler = logging.Handler()

@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from config_templates import TEMPLATES, autos, filled
-from zerofunc.cli import app
 from zerofunc.config import ConfigError, judge, judgement, load_config
 from zerofunc.config.keys import ALIASES, DEPRECATED, KNOWN_KEYS, Verdict
 from zerofunc.config.records import SECTIONS
 from zerofunc.config.schema import json_schema
+from zerofunc.tools.cli import app
 
 templates = pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, SequentialSampler, TensorDataset
 
 import zerofunc
 from reference import Net, build, config
-from zerofunc.data import RepeatingLoader, rank_loader
+from zerofunc.data.loaders import RepeatingLoader, rank_loader
 
 
 def numbers(size):

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 import zerofunc
 from reference import engine_of
 from test_state_dict import Tied, built
-from zerofunc.cli import app
 from zerofunc.saving.convert import convert
 from zerofunc.saving.weights_folder import bytes_in, plan_files
+from zerofunc.tools.cli import app
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 MASTERS = {"bf16": {"enabled": True}}

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 
 import zerofunc
 from reference import Language, Net, build, config, engine_of, fit, values
-from zerofunc.cli import app
 from zerofunc.saving.convert import read_weights
 from zerofunc.saving.foreign.alignment import names_by_shape
 from zerofunc.saving.manifest import CheckpointError
-from zerofunc.testing import shared_pool
+from zerofunc.tools.cli import app
+from zerofunc_testing.pool import shared_pool
 
 DEEPSPEED = Path(__file__).parent / "deepspeed_checkpoints"
 sys.path.insert(0, str(DEEPSPEED))

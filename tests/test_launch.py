@@ -9,8 +9,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-import zerofunc.launch
-from zerofunc.launch import Placement, expand_hosts, find_master, find_placement, init_distributed
+import zerofunc.ranks.launch
+from zerofunc.ranks.launch import Placement, expand_hosts, find_master, find_placement, init_distributed
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 OPEN_MPI = {
@@ -161,7 +161,7 @@ def launched(monkeypatch):
 def joined(monkeypatch):
     """Collects the calls that would start torch.distributed."""
     calls = []
-    monkeypatch.setattr(zerofunc.launch, "join_processes", lambda *args: calls.append(args) or 4)
+    monkeypatch.setattr(zerofunc.ranks.launch, "join_processes", lambda *args: calls.append(args) or 4)
     return calls
 
 
@@ -249,7 +249,7 @@ def test_the_local_rank_chooses_the_accelerator(monkeypatch, placement, num_devi
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            zerofunc.launch._choose_device(placement)
+            zerofunc.ranks.launch._choose_device(placement)
     else:
-        zerofunc.launch._choose_device(placement)
+        zerofunc.ranks.launch._choose_device(placement)
         assert chosen == [expected]

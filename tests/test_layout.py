@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofunc.layout import ParameterSpec, build_pages
+from zerofunc.pages.layout import ParameterSpec, build_pages
 
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(lambda sizes: torch.Size(sizes))
 ENTRIES = st.tuples(SHAPES, st.sampled_from("ab"), st.sampled_from([None, None, "block", "other"]))

@@ -26,7 +26,7 @@ from reference import (
     step_reference,
     values,
 )
-from zerofunc.sharding import sharding_of
+from zerofunc.module.sharding import sharding_of
 
 # ---- frozen and thawed ----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from torch import distributed as dist
 import zerofunc
 from reference import SGD, STAGES, Net, assert_same, build, data, engine_of
 from zerofunc.compat import deepspeed
-from zerofunc.precision import LossScaler
+from zerofunc.training.precision import LossScaler
 
 FLOAT16 = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 

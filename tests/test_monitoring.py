@@ -13,12 +13,12 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zerofunc
-import zerofunc.progress
+import zerofunc.training.progress
 from reference import Net, build, data
 from zerofunc.config import load_config
-from zerofunc.monitoring import Monitor, _is_installed
-from zerofunc.progress import Progress, RankFilter, Step, Timers, log_state, log_to_console, page_table
-from zerofunc.sharding import sharding_of, usage
+from zerofunc.module.sharding import sharding_of, usage
+from zerofunc.training.monitoring import Monitor, _is_installed
+from zerofunc.training.progress import Progress, RankFilter, Step, Timers, log_state, log_to_console, page_table
 
 CPU = torch.device("cpu")
 EVENTS = [("Train/Samples/lr", 0.5, 8), ("Train/Samples/train_loss", 2.25, 8)]
@@ -102,7 +102,7 @@ def test_other_ranks_and_disabled_sections_write_nothing(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_absent_library_is_an_error_on_every_rank(monkeypatch, rank):
-    monkeypatch.setattr("zerofunc.monitoring.find_spec", lambda name: None)
+    monkeypatch.setattr("zerofunc.training.monitoring.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"enables tensorboard and wandb, .* pip install 'zerofunc\[monitor\]'"):
         Monitor(settings(tensorboard={"enabled": True}, wandb={"enabled": True}), rank)
 
@@ -129,7 +129,7 @@ def clock(monkeypatch):
             return self.now
 
     made = Clock()
-    monkeypatch.setattr(zerofunc.progress, "time", made)
+    monkeypatch.setattr(zerofunc.training.progress, "time", made)
     return made
 
 
@@ -160,7 +160,7 @@ def run_steps(config, clock, num_steps, rank=0):
 def test_a_progress_line_every_few_steps(clock, caplog):
     caplog.set_level(logging.INFO, "zerofunc")
     run_steps(settings(steps_per_print=2), clock, 5)
-    lines = [record.getMessage() for record in caplog.records if record.name == "zerofunc.progress"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "zerofunc.training.progress"]
     assert lines == [
         "step=2, skipped=1, lr=[0.5, 0.1], mom=[(0.9, 0.99)], loss=1.5, samples/s=4",
         "step=4, skipped=2, lr=[0.5, 0.1], mom=[(0.9, 0.99)], loss=3, samples/s=4",
@@ -182,7 +182,9 @@ def test_a_breakdown_has_times_per_step(clock, caplog, tmp_path):
 
 
 def test_the_loss_scale_is_written_where_there_is_one():
-    names = [name for name, _, _ in zerofunc.progress.scalars(step_of(1, loss_scale=8.0, grad_norm=None), None, {})]
+    names = [
+        name for name, _, _ in zerofunc.training.progress.scalars(step_of(1, loss_scale=8.0, grad_norm=None), None, {})
+    ]
     assert names == ["Train/Samples/lr", "Train/Samples/loss_scale"]
 
 
@@ -301,8 +303,8 @@ def test_the_console_shows_each_line_once_with_its_rank(capsys, monkeypatch):
     with bare_log():
         log_to_console("debug")
         log_to_console("info")
-        logging.getLogger("zerofunc.engine").info("hello")
-        logging.getLogger("zerofunc.engine").debug("not this")
+        logging.getLogger("zerofunc.training.engine").info("hello")
+        logging.getLogger("zerofunc.training.engine").debug("not this")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("[INFO] [rank 3] hello")
 

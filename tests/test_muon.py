@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerofunc
 from reference import STAGES, Net, assert_same, build, config, engine_of, fit, mean_over_ranks
-from zerofunc import logical_optimizer
-from zerofunc.collectives import DivergenceError
-from zerofunc.logical_optimizer import LogicalOptimizer
-from zerofunc.sharded_optimizer import shard_optimizer
+from zerofunc.optimizers import logical
+from zerofunc.optimizers.logical import LogicalOptimizer
+from zerofunc.optimizers.sharded import shard_optimizer
+from zerofunc.ranks.collectives import DivergenceError
 
 MUON = {"type": "Muon", "params": {"lr": 0.01, "adam_lr": 0.02, "weight_decay": 0.1}}
 
@@ -95,7 +95,7 @@ def test_the_callers_muon_and_its_schedule_are_followed(stage):
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.world_size(2)
 def test_other_optimizers_of_whole_parameters_equal_one_process(stage, kind, monkeypatch):
-    monkeypatch.setattr(logical_optimizer, "ROUND_NUMEL", 25)
+    monkeypatch.setattr(logical, "ROUND_NUMEL", 25)
     module, model = build(Net), build(Net)
     engine, optimizer, _, _ = zerofunc.initialize(module, config(stage), optimizer=kind)
     train(engine, model, [kind(model.parameters())])
@@ -199,9 +199,9 @@ def test_ranks_that_step_different_parameters_raise():
 @pytest.mark.world_size(2)
 def test_owners_step_several_parameters_at_a_time_but_not_all(monkeypatch):
     taken = []
-    gathered = logical_optimizer._gathered
-    monkeypatch.setattr(logical_optimizer, "_gathered", lambda wholes: taken.append(gathered(wholes)) or taken[-1])
-    monkeypatch.setattr(logical_optimizer, "ROUND_NUMEL", 40)
+    gathered = logical._gathered
+    monkeypatch.setattr(logical, "_gathered", lambda wholes: taken.append(gathered(wholes)) or taken[-1])
+    monkeypatch.setattr(logical, "ROUND_NUMEL", 40)
     module = zerofunc.shard(nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(12)]), 2, page_bytes=64)
     optimizer = shard_optimizer(torch.optim.Muon(module.parameters()))
     module(torch.ones(1, 4)).sum().backward()
@@ -309,8 +309,8 @@ def test_an_optimizer_that_takes_all_parameters_together_works_where_they_are_wh
 @pytest.mark.world_size(2)
 def test_an_untested_optimizer_may_be_forced():
     module, said = build(Net), []
-    logging.getLogger("zerofunc.sharded_optimizer").addFilter(said.append)
+    logging.getLogger("zerofunc.optimizers.sharded").addFilter(said.append)
     given = Sum(module.parameters())
     found = zerofunc.initialize(module, config(2, zero_allow_untested_optimizer=True), optimizer=given)[1]
-    logging.getLogger("zerofunc.sharded_optimizer").removeFilter(said.append)
+    logging.getLogger("zerofunc.optimizers.sharded").removeFilter(said.append)
     assert found is given and "steps each rank's shards alone" in said[0].msg

@@ -9,7 +9,7 @@ from torch import nn
 
 import zerofunc
 from reference import STAGES, Net, assert_same, build, fit, mean_over_ranks
-from zerofunc.sharded_optimizer import shard_optimizer
+from zerofunc.optimizers.sharded import shard_optimizer
 
 SMALL = {"page_bytes": 160, "resident_bytes": 0, "timeout_s": 20}
 KINDS = {

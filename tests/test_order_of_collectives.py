@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import zerofunc
 from programs import draw, run
 from reference import SGD, STAGES, assert_same, build, data, engine_of, mean_over_ranks
-from zerofunc.sharding import sharding_of
+from zerofunc.module.sharding import sharding_of
 
 
 def run_number(number):

@@ -256,7 +256,7 @@ def test_memory_stays_at_one_page_and_one_page_of_gradient():
     shards, x = zerofunc.shards(model), data(0, rank(), 4, 64)
     v = zerofunc.draw(model, 0)
     peak = 0
-    real = zerofunc.transposed._packed
+    real = zerofunc.space.transposed._packed
 
     def packed(*args):
         nonlocal peak
@@ -264,11 +264,11 @@ def test_memory_stays_at_one_page_and_one_page_of_gradient():
         peak = max(peak, full.nbytes)
         return full
 
-    zerofunc.transposed._packed = packed
+    zerofunc.space.transposed._packed = packed
     try:
         jvp(grad(lambda s: zerofunc.functional_call(model, s, (x,)).square().mean()), (shards,), (v,))
     finally:
-        zerofunc.transposed._packed = real
+        zerofunc.space.transposed._packed = real
     assert zerofunc.usage(model).gathered_peak_bytes <= 2 * page + page  # the budget, and what an operator was reading
     assert peak == page
 

@@ -21,7 +21,7 @@ from reference import (
     step_reference,
     train_both,
 )
-from zerofunc import parameter_state as state
+from zerofunc.optimizers import parameter_state as state
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
 

@@ -15,7 +15,7 @@ from reference import STAGES, Language, Net, build, config, data, engine_of, fit
 from zerofunc.saving.files import TensorFile
 from zerofunc.saving.manifest import CheckpointError, read_manifest
 from zerofunc.saving.packing import Packed, read_packed
-from zerofunc.testing import shared_pool
+from zerofunc_testing.pool import shared_pool
 
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.05}}
 MUON = {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9}}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from reference import Net, build, engine_of, fit, values
 from zerofunc.saving import checkpoints, folders, pieces
 from zerofunc.saving.manifest import CheckpointError
-from zerofunc.testing import RankError, RankPool
+from zerofunc_testing.pool import RankError, RankPool
 
 IS_ROOT = os.geteuid() == 0
 

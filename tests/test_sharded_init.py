@@ -13,9 +13,9 @@ from torch.nn.utils import parametrizations
 
 import zerofunc
 from reference import STAGES, Language, Net, adamw, assert_same, config, engine_of, fit, step_reference, values
-from zerofunc.paged_tensor import PagedTensor
-from zerofunc.parameter_state import GatheredParameters
-from zerofunc.sharded_init import Init
+from zerofunc.module.init import Init
+from zerofunc.optimizers.parameter_state import GatheredParameters
+from zerofunc.pages.paged_tensor import PagedTensor
 
 
 class Rich(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zerofunc.testing import RankError, RankPool, report, shared_pool
+from zerofunc_testing.pool import RankError, RankPool, report, shared_pool
 
 pytest_plugins = ["pytester"]
 
@@ -199,7 +199,7 @@ def test_marked_body_runs_on_ranks(scale, world_size, tmp_path):
 SCRIPT = """
     import torch.distributed as dist
     from dataclasses import dataclass
-    from zerofunc.testing import RankPool
+    from zerofunc_testing.pool import RankPool
 
     @dataclass
     class Square:
@@ -270,7 +270,7 @@ MARKED = """
 def test_marker_reports_outcomes(pytester, monkeypatch, mode):
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     pytester.makepyfile(test_marked=textwrap.dedent(MARKED))
-    result = pytester.runpytest_subprocess("-p", "zerofunc.pytest_plugin", f"--import-mode={mode}")
+    result = pytester.runpytest_subprocess("-p", "zerofunc_testing.pytest_plugin", f"--import-mode={mode}")
     result.assert_outcomes(passed=1, failed=2, skipped=1)
     result.stdout.fnmatch_lines_random(
         [
@@ -283,5 +283,5 @@ def test_marker_reports_outcomes(pytester, monkeypatch, mode):
 
 def test_marker_without_sizes_is_refused(pytester):
     pytester.makepyfile("import pytest\n@pytest.mark.world_size('two')\ndef test_no_size(): pass")
-    result = pytester.runpytest_inprocess("-p", "zerofunc.pytest_plugin")
+    result = pytester.runpytest_inprocess("-p", "zerofunc_testing.pytest_plugin")
     result.stdout.fnmatch_lines(["*world_size takes positive integers*"])

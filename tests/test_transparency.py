@@ -8,7 +8,7 @@ from torch import distributed as dist
 
 import zerofunc
 from reference import STAGES, Net, build, data, engine_of, fit, values
-from zerofunc.parts import own_grad
+from zerofunc.pages.parts import own_grad
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 ROUGH = {"rtol": 0.05, "atol": 0.02}  # results in float16

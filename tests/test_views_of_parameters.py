@@ -9,7 +9,7 @@ from torch import nn
 
 import zerofunc
 from reference import STAGES, assert_same_gradients, build, data
-from zerofunc.paged_tensor import PagedTensor
+from zerofunc.pages.paged_tensor import PagedTensor
 
 
 class Uneven(nn.Module):

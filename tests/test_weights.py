@@ -10,10 +10,10 @@ from torch import nn
 
 import zerofunc
 from reference import Language, Net, assert_same, values
-from zerofunc.collectives import DivergenceError
-from zerofunc.parameter_state import safe_get_full_fp32_param
-from zerofunc.sharded_init import Init
-from zerofunc.weights import load_safetensors
+from zerofunc.module.init import Init
+from zerofunc.module.weights import load_safetensors
+from zerofunc.optimizers.parameter_state import safe_get_full_fp32_param
+from zerofunc.ranks.collectives import DivergenceError
 
 
 class Shaped(nn.Module):

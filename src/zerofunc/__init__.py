@@ -4,17 +4,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from zerofunc import curvature
-from zerofunc.collectives import DivergenceError
 from zerofunc.config import ConfigError
-from zerofunc.data import RepeatingLoader
-from zerofunc.engine import Engine
-from zerofunc.initialization import initialize
-from zerofunc.inner_products import gramian, vdot
+from zerofunc.data.loaders import RepeatingLoader
 from zerofunc.kernels.selection import second_order
-from zerofunc.launch import init_distributed
-from zerofunc.optimizer_state import load_optimizer_state, optimizer_state
-from zerofunc.parameter_space import functional_call, jacfwd
-from zerofunc.parameter_state import (
+from zerofunc.module.init import Init
+from zerofunc.module.sharding import Usage, refresh, shard, shards, usage
+from zerofunc.module.weights import load_safetensors
+from zerofunc.optimizers.parameter_state import (
     GatheredParameters,
     register_external_parameter,
     safe_get_full_fp32_param,
@@ -30,6 +26,8 @@ from zerofunc.parameter_state import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
+from zerofunc.optimizers.sharded import shard_optimizer
+from zerofunc.optimizers.state import load_optimizer_state, optimizer_state
 from zerofunc.per_sample.functions import (
     clipped_grad,
     per_sample_dots,
@@ -37,19 +35,21 @@ from zerofunc.per_sample.functions import (
     per_sample_projections,
 )
 from zerofunc.per_sample.seeded import Projector
-from zerofunc.progress import log_to_console
+from zerofunc.ranks.collectives import DivergenceError
+from zerofunc.ranks.launch import init_distributed
 from zerofunc.recompute.attention import attention
 from zerofunc.recompute.checkpoint import checkpoint, checkpoint_module
 from zerofunc.saving.export import export
 from zerofunc.saving.foreign import import_checkpoint
 from zerofunc.saving.manifest import CheckpointError
-from zerofunc.sharded_init import Init
-from zerofunc.sharded_optimizer import shard_optimizer
-from zerofunc.sharding import Usage, refresh, shard, shards, usage
-from zerofunc.trees import clip_grad_norm_, draw, full_gradients, gathered, mean, reshard, unshard
-from zerofunc.uneven import Join, join
+from zerofunc.space.functional import functional_call, jacfwd
+from zerofunc.space.inner_products import gramian, vdot
+from zerofunc.space.trees import clip_grad_norm_, draw, full_gradients, gathered, mean, reshard, unshard
+from zerofunc.training.engine import Engine
+from zerofunc.training.initialization import initialize
+from zerofunc.training.join import Join, join
+from zerofunc.training.progress import log_to_console
 from zerofunc.version import __version__ as __version__
-from zerofunc.weights import load_safetensors
 
 __all__ = [
     "CheckpointError",

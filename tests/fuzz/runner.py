@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuzz import printing
-from zerofunc.testing import RankError, shared_pool
+from zerofunc_testing.pool import RankError, shared_pool
 
 TIMEOUT_S = 40
 # Errors that zerofunc documents, where plain PyTorch goes on.

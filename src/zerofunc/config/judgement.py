@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from zerofunc.collectives import joined_ranks
 from zerofunc.config.batch import BatchSizes, resolve_batch
 from zerofunc.config.findings import Finding, auto_refusal, by_table, refusals, sentence, unknown
 from zerofunc.config.keys import ALIASES, BOOLEAN_SECTIONS, DEPRECATED, KNOWN_KEYS, Verdict, first_spelling
 from zerofunc.config.reading import ConfigError, Document, read_config, show
 from zerofunc.config.records import SECTIONS, Config
+from zerofunc.ranks.collectives import joined_ranks
 
 __all__ = ["Defaults", "Judgement", "judge", "load_config"]
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.autograd import Function
 
 from zerofunc.curvature.vectors import Tree, not_positive, refuse, scalar, trainable
+from zerofunc.module.sharding import Sharding, sharding_of
 from zerofunc.per_sample.taps import Tap
-from zerofunc.sharding import Sharding, sharding_of
-from zerofunc.transposed import Gather, Mean
+from zerofunc.space.transposed import Gather, Mean
 
 Likelihood = Literal["categorical", "gaussian"]
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from zerofunc.curvature.vectors import Product, Tree, VectorSpace, misfit, not_positive, probe_seed, refuse, trainable
-from zerofunc.sharding import sharding_of
-from zerofunc.trees import draw
+from zerofunc.module.sharding import sharding_of
+from zerofunc.space.trees import draw
 
 
 @dataclass(frozen=True)

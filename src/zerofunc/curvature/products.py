@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from zerofunc.curvature.vectors import Product, Tree, misfit, not_positive, probe_seed, refuse, scalar, trainable
-from zerofunc.sharding import sharding_of
-from zerofunc.transposed import Total, tangents_only
-from zerofunc.trees import draw
+from zerofunc.module.sharding import sharding_of
+from zerofunc.space.transposed import Total, tangents_only
+from zerofunc.space.trees import draw
 
 # -- products ---------------------------------------------------------------------------------------------------------
 

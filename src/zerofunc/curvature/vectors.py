@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from zerofunc.buffers import outside_transforms
-from zerofunc.sharding import Sharding
-from zerofunc.transposed import Total
+from zerofunc.module.sharding import Sharding
+from zerofunc.ranks.buffers import outside_transforms
+from zerofunc.space.transposed import Total
 
 Tree = Mapping[str, torch.Tensor]
 Product = Callable[[dict[str, torch.Tensor]], Tree]

@@ -19,7 +19,7 @@ from zerofunc.per_sample.ghost import squared_norm
 from zerofunc.per_sample.samples import Chunk, Samples, Tree, samples_of, trainable
 from zerofunc.per_sample.seeded import Projector, normal_part
 from zerofunc.per_sample.taps import Measure
-from zerofunc.trees import clip_factor
+from zerofunc.space.trees import clip_factor
 
 
 def per_sample_grad_norms(

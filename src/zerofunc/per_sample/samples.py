@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from zerofunc.buffers import below_transforms
-from zerofunc.parameter_space import functional_call
+from zerofunc.module.sharding import Sharding, sharding_of, shards
 from zerofunc.per_sample.taps import Measure, measure_gradients
-from zerofunc.sharding import Sharding, sharding_of, shards
+from zerofunc.ranks.buffers import below_transforms
+from zerofunc.space.functional import functional_call
 
 Tree = Mapping[str, torch.Tensor]
 Chunk = list[torch.Tensor]

@@ -21,7 +21,7 @@ from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
-from zerofunc.buffers import below_transforms
+from zerofunc.ranks.buffers import below_transforms
 from zerofunc.recompute.captures import filled, run_alone, slots_of, unwrapped
 
 M = TypeVar("M", bound=nn.Module)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from zerofunc.collectives import Axes
+from zerofunc.ranks.collectives import Axes
 from zerofunc.saving import folders
 from zerofunc.saving.files import file_checksum
 from zerofunc.saving.manifest import (

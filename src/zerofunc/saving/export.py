@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofunc.paged_tensor import PagedTensor
-from zerofunc.parameter_state import safe_get_full_fp32_param
+from zerofunc.module.sharding import sharding_of
+from zerofunc.optimizers.parameter_state import safe_get_full_fp32_param
+from zerofunc.pages.paged_tensor import PagedTensor
 from zerofunc.saving import weights_folder
 from zerofunc.saving.files import Specs, layout
 from zerofunc.saving.together import together
-from zerofunc.sharding import sharding_of
 
 
 def export(

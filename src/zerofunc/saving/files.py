@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 import xxhash
 
-from zerofunc.buffers import below_transforms
+from zerofunc.ranks.buffers import below_transforms
 
 PIECE_BYTES = 8 << 20
 

@@ -13,12 +13,12 @@ import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
-from zerofunc.data import RankLoader
-from zerofunc.logical_optimizer import LogicalOptimizer, whole_optimizer
+from zerofunc.data.loaders import RankLoader
+from zerofunc.module.sharding import Sharding, owner_of
+from zerofunc.optimizers.logical import LogicalOptimizer, whole_optimizer
 from zerofunc.saving.files import bytes_of
 from zerofunc.saving.manifest import Manifest, StoredTensor, some
 from zerofunc.saving.pieces import Piece
-from zerofunc.sharding import Sharding, owner_of
 
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 """Settings of a parameter group that say how it is stepped here, and not what is computed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zerofunc.collectives import Axes
+from zerofunc.ranks.collectives import Axes
 from zerofunc.saving.manifest import CheckpointError
 
 

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zerofunc.engine import Engine
-from zerofunc.initialization import initialize
-from zerofunc.sharding import shards
-from zerofunc.testing import report
-from zerofunc.trees import full_gradients, unshard
+from zerofunc.module.sharding import shards
+from zerofunc.space.trees import full_gradients, unshard
+from zerofunc.training.engine import Engine
+from zerofunc.training.initialization import initialize
 from zerofunc.verify.cells import CELLS
 from zerofunc.verify.probe import Cell, Probe
 from zerofunc.verify.spaces import full_space, sharded_space
+from zerofunc_testing.pool import report
 
 OK, WRONG, ERROR, CANNOT = "ok", "wrong", "error", "PyTorch cannot"
 

@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from zerofunc import initialization
 from zerofunc.compat.deepspeed.launch import init_distributed
 from zerofunc.compat.deepspeed.optimizer_views import with_loss_scale
 from zerofunc.compat.deepspeed.parameter_views import with_views
-from zerofunc.engine import Engine
-from zerofunc.launch import DEFAULT_MASTER_PORT
+from zerofunc.ranks.launch import DEFAULT_MASTER_PORT
+from zerofunc.training import initialization
+from zerofunc.training.engine import Engine
 
 __all__ = ["initialize"]
 

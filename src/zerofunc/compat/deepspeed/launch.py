@@ -6,7 +6,7 @@ import argparse
 import datetime
 from typing import Any
 
-from zerofunc import launch
+from zerofunc.ranks import launch
 
 
 def init_distributed(
@@ -21,7 +21,7 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Collective. :func:`zerofunc.launch.init_distributed`; a process that nobody launched is a group of one.
+    """Collective. :func:`zerofunc.ranks.launch.init_distributed`; a process that nobody launched is a group of one.
 
     Args:
         dist_backend: By default the accelerator's own, or gloo where there is none.

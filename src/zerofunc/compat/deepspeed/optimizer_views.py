@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zerofunc.engine import Engine
+from zerofunc.training.engine import Engine
 
 __all__ = ["LossScaleViews", "with_loss_scale"]
 

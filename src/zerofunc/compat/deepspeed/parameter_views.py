@@ -7,7 +7,7 @@ import enum
 import torch
 from torch import nn
 
-from zerofunc.paged_tensor import PagedTensor
+from zerofunc.pages.paged_tensor import PagedTensor
 
 __all__ = ["ZeroParamStatus", "ZeroParameter", "with_views"]
 

@@ -73,7 +73,7 @@ def _accumulation_steps(config: dict[str, Any], num_ranks: int) -> int:
 
 
 def _loss_scale(state: dict[str, Any]) -> dict[str, Any] | None:
-    """A dynamic loss scale, in the words of :class:`zerofunc.precision.LossScaler`."""
+    """A dynamic loss scale, in the words of :class:`zerofunc.training.precision.LossScaler`."""
     scaler = vars(state["loss_scaler"]) if isinstance(state.get("loss_scaler"), StandIn) else state
     if "last_overflow_iter" not in scaler or not scaler.get("dynamic", scaler.get("dynamic_loss_scale", True)):
         return None

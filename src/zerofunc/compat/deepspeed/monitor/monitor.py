@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from zerofunc.compat.deepspeed.comm import get_rank
 from zerofunc.config import Config
-from zerofunc.monitoring import Event, Monitor
+from zerofunc.training.monitoring import Event, Monitor
 
 __all__ = ["MonitorMaster"]
 

@@ -1,6 +1,6 @@
 """``deepspeed.runtime.dataloader``."""
 
-from zerofunc.data import RankLoader as DeepSpeedDataLoader
-from zerofunc.data import RepeatingLoader
+from zerofunc.data.loaders import RankLoader as DeepSpeedDataLoader
+from zerofunc.data.loaders import RepeatingLoader
 
 __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]

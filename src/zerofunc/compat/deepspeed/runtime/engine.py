@@ -1,5 +1,5 @@
 """``deepspeed.runtime.engine``."""
 
-from zerofunc.engine import Engine as DeepSpeedEngine
+from zerofunc.training.engine import Engine as DeepSpeedEngine
 
 __all__ = ["DeepSpeedEngine"]

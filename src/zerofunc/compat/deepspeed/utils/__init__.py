@@ -13,7 +13,7 @@ from zerofunc.compat.deepspeed.on_device import OnDevice
 from zerofunc.compat.deepspeed.runtime.dataloader import RepeatingLoader
 from zerofunc.compat.deepspeed.utils import logging, zero_to_fp32
 from zerofunc.compat.deepspeed.utils.logging import log_dist, logger
-from zerofunc.parameter_state import (
+from zerofunc.optimizers.parameter_state import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,

@@ -1,0 +1,1 @@
+"""A module that is sharded: what is admitted, with which first values, and what keeps parameters and shards equal."""

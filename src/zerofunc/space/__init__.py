@@ -1,0 +1,1 @@
+"""Parameter space: the module as a function of its shards, and the linear maps between shards and full tensors."""

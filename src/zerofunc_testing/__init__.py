@@ -1,0 +1,1 @@
+"""A pool of rank processes for tests, and the pytest marker that runs a test's body on each of them."""

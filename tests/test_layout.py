@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerofunc.pages.layout import ParameterSpec, build_pages
+from zerofunc.pages.page import Page
 
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(lambda sizes: torch.Size(sizes))
 ENTRIES = st.tuples(SHAPES, st.sampled_from("ab"), st.sampled_from([None, None, "block", "other"]))
@@ -41,23 +42,41 @@ def test_slots_follow_each_other_without_gaps(specs, num_shards, page_numel):
 @each_layout
 def test_every_element_lies_on_one_rank(specs, num_shards, page_numel):
     for page in build_pages(specs, num_shards, page_numel):
-        for slot in page.slots:
-            found = []
+        for index, slot in enumerate(page.slots):
+            in_page, in_parameter = [], []
             for rank in range(num_shards):
-                start, stop = page.part(slot, rank)
-                assert 0 <= start <= stop <= page.shard_numel
-                found += [rank * page.shard_numel + place for place in range(start, stop)]
-            assert found == list(range(slot.offset, slot.offset + slot.numel))
+                part = page.in_page(index, rank)
+                assert rank * page.shard_numel <= part.start <= part.stop <= (rank + 1) * page.shard_numel
+                in_page += range(part.start, part.stop)
+                part = page.in_parameter(index, rank)
+                assert 0 <= part.start <= part.stop <= slot.numel
+                in_parameter += range(part.start, part.stop)
+            assert in_page == list(range(slot.offset, slot.offset + slot.numel))
+            assert in_parameter == list(range(slot.numel))
 
 
 @each_layout
 def test_the_parts_on_a_rank_follow_each_other(specs, num_shards, page_numel):
     for page in build_pages(specs, num_shards, page_numel):
         for rank in range(num_shards):
-            parts = [page.part(slot, rank) for slot in page.slots]
-            places = [place for start, stop in parts for place in range(start, stop)]
+            parts = [page.in_shard(index, rank) for index in range(len(page.slots))]
+            used = [element for part in parts for element in range(part.start, part.stop)]
             in_use = min(max(page.numel - rank * page.shard_numel, 0), page.shard_numel)
-            assert places == list(range(in_use))
+            assert used == list(range(in_use))
+
+
+@each_layout
+def test_a_place_cuts_parameters_and_shards_alike(specs, num_shards, page_numel):
+    for layout in build_pages(specs, num_shards, page_numel):
+        numbers = torch.arange(layout.padded_numel)
+        page = Page(layout, numbers.dtype, numbers)
+        for place in page.places:
+            whole = numbers[place.slot.offset : place.slot.offset + place.slot.numel]
+            assert (place.name, place.shape) == (place.slot.name, place.slot.shape)
+            for rank, shard in enumerate(numbers.chunk(num_shards) if len(numbers) else ()):
+                expected = whole[place.range(rank)]
+                assert torch.equal(numbers[layout.in_page(place.index, rank)], expected)
+                assert torch.equal(shard[layout.in_shard(place.index, rank)], expected)
 
 
 @each_layout

@@ -44,7 +44,7 @@ class VectorSpace:
 
 def trainable(sharding: Sharding) -> dict[str, torch.Tensor]:
     """The shards that require a gradient, detached."""
-    return {name: s.detach() for name in sharding.slots if (s := sharding.shard(name)).requires_grad}
+    return {name: s.detach() for name in sharding.places if (s := sharding.shard(name)).requires_grad}
 
 
 def probe_seed(seed: int, index: int) -> int:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from zerofunc.pages.pager import Page
+from zerofunc.pages.page import Page
 from zerofunc.ranks.collectives import Work
 
 

@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 from zerofunc.gradients.reduction import Reducer
 from zerofunc.pages.held_parameter import held_kind
 from zerofunc.pages.norms import foreach_norm, unscale
+from zerofunc.pages.page import Page, Place
 from zerofunc.pages.paged_tensor import PagedTensor, _map, _written
-from zerofunc.pages.pager import Page, Pager
+from zerofunc.pages.pager import Pager
 from zerofunc.pages.parts import Shard, plain, reduced_gradient
 from zerofunc.ranks.buffers import below_transforms
 from zerofunc.ranks.collectives import Axes
@@ -66,7 +67,7 @@ class Gradients:
         found = self._pages.get(number)
         if found is None or not found.is_current(slot):
             found = self._pages[number] = GradientPage(self, number)
-        return Gradient(self.pager, found, page.layout.slots[slot])
+        return Gradient(self.pager, Place(found, slot))
 
     def is_pending(self, number: int, slot: int) -> bool:
         """Local. Whether a parameter's gradient has, or may have, something that is not averaged yet."""
@@ -120,7 +121,7 @@ class GradientPage(Page):
         """Local. This rank's own full gradient, if it was assigned and is not averaged yet."""
         return self.owners[slot].assigned if self._pending.get(slot) == self.owners[slot].generation else None
 
-    def part(self, slot: int) -> torch.Tensor:  # type: ignore[override]
+    def part(self, slot: int) -> torch.Tensor:
         """Collective where it is not averaged yet. This rank's part of a slot's mean gradient.
 
         Raises:
@@ -160,10 +161,10 @@ class GradientPage(Page):
     def master(self) -> torch.Tensor:  # type: ignore[override]
         """This rank's part of the page, 1-D; zeros where a parameter has no gradient."""
         mine = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.owners[0].device)
-        for slot, part in zip(self.layout.slots, self.parts, strict=True):
-            start, stop = self.layout.part(slot, self.source.axes.shard.rank)
+        rank = self.source.axes.shard.rank
+        for index, part in enumerate(self.parts):
             if part is not None:
-                mine[start:stop] = plain(part)
+                mine[self.layout.in_shard(index, rank)] = plain(part)
         return mine
 
     @property
@@ -187,11 +188,15 @@ class Gradient(PagedTensor):
     Collective, but for metadata: norms take one exchange; operators that scale in place act on each rank's part.
     """
 
-    _page: GradientPage
+    @property
+    def _page(self) -> GradientPage:
+        page = self._place.page
+        assert isinstance(page, GradientPage)
+        return page
 
     @property
     def _index(self) -> int:
-        return self._page.layout.slots.index(self._slot)
+        return self._place.index
 
     def is_of(self, shard: Shard) -> bool:
         """Local. Whether this is a shard's gradient as it is now, and all of it."""
@@ -221,7 +226,7 @@ class Gradient(PagedTensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name and metadata: printing never communicates."""
-        return f"Gradient({self._slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, sharded)"
+        return f"Gradient({self._place.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, sharded)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:  # type: ignore[override]
         """Collective. A plain copy."""
@@ -234,7 +239,7 @@ class Gradient(PagedTensor):
 
     def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(
-            f"{what} of the gradient of {self._slot.name!r}: its data is sharded over the ranks and has no address. "
+            f"{what} of the gradient of {self._place.name!r}: its data is sharded over the ranks and has no address. "
             "Use parameter.grad.clone(), or grad of zerofunc.shards(module)."
         )
 
@@ -283,7 +288,7 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: li
             page, slot = place = gradient._page, gradient._index
             if place not in own:
                 found = page.awaiting(slot)
-                own[place] = Gradient(gradient._pager, page, gradient._slot).full() if found is None else found
+                own[place] = Gradient(gradient._pager, gradient._place).full() if found is None else found
     views = {id(g): g._through_chain(own[g._page, g._index]) for g in written}
     result = func(*_map(args, lambda t: _read(t, views)), **_map(kwargs, lambda t: _read(t, views)))
     for (page, slot), value in own.items():

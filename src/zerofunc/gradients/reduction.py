@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from zerofunc.gradients.backwards import Backward, Flight, Local, collected, current_ending
-from zerofunc.pages.pager import Page
+from zerofunc.pages.page import Page
 from zerofunc.pages.parts import own_grad, set_own_grad
 from zerofunc.ranks.buffers import BufferPool, alias, below_transforms
 from zerofunc.ranks.collectives import Axes
@@ -431,11 +431,10 @@ def _hook(reducer: weakref.ref[Reducer], number: int, slot: int) -> Callable[[to
 
 def _accumulate(page: Page, reduced: torch.Tensor, reported: list[int], rank: int) -> None:
     """Add the reduced gradient of a page, in its type, to the ``grad`` of its shards; a first one becomes a view."""
-    for slot, shard, flag in zip(page.layout.slots, page.shards, reported, strict=True):
+    for index, (shard, flag) in enumerate(zip(page.shards, reported, strict=True)):
         if not flag:
             continue
-        start, stop = page.layout.part(slot, rank)
-        part = alias(reduced, start, (stop - start,)).to(shard.device)
+        part = alias(reduced, page.layout.in_shard(index, rank).start, shard.shape).to(shard.device)
         if shard.grad is None:
             set_own_grad(shard, part.to(shard))
         else:

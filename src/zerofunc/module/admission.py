@@ -39,7 +39,8 @@ def refuse_unlike(parameters: Mapping[str, nn.Parameter], axes: Axes) -> None:
     Raises:
         DivergenceError: On every rank, with the names.
     """
-    pages = {name: p._page for name, p in parameters.items() if isinstance(p, PagedTensor) and p._page.built}
+    drafted = {name: p._place.page for name, p in parameters.items() if isinstance(p, PagedTensor)}
+    pages = {name: page for name, page in drafted.items() if page.built}
     if not pages or axes.num_ranks == 1:
         return
     mine = [page.built[0] if page.built and page.built[1] == page.versions() else -1 for page in pages.values()]

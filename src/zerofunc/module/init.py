@@ -140,15 +140,16 @@ class DraftParameter(PagedTensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if isinstance(value, PagedTensor) and value._page is self._page and not value._chain:
+        if isinstance(value, PagedTensor) and value._place == self._place and not value._chain:
             return
         new = nn.Parameter(value.detach(), self.requires_grad)
         if isinstance(new, PagedTensor):
             swap(self, new)
         else:
-            shard_alone(new, self._slot.name, self._pager, new.dtype, self._page.master.device != self._page.device)
+            page = self._place.page
+            shard_alone(new, self._place.name, self._pager, new.dtype, on_cpu=page.master.device != page.device)
             swap(self, new)
-            self._page.parameters = [self]
+            self._place.page.parameters = [self]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

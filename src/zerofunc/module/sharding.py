@@ -31,8 +31,9 @@ from zerofunc.module.admission import layouts_of, parameters_to_shard, refuse_un
 from zerofunc.module.first_values import find_unfilled, first_rank_numbers, give_memory, send_buffers
 from zerofunc.module.structure import Structure, was_replaced
 from zerofunc.pages.building import build_page, release_derived, replace_parameters
+from zerofunc.pages.page import Page, Place
 from zerofunc.pages.paged_tensor import PagedTensor
-from zerofunc.pages.pager import Page, Pager
+from zerofunc.pages.pager import Pager
 from zerofunc.pages.parts import reduced_gradient
 from zerofunc.pages.state_tensor import give_addresses
 from zerofunc.ranks.buffers import below_transforms, outside_transforms, uncompiled
@@ -69,7 +70,7 @@ class Usage:
 class Sharding:
     """What :func:`shard` attaches to a module: its pages, and what keeps parameters and shards equal.
 
-    ``slots`` says where each parameter lies, in the order of ``names``: the module's, which need not be that of pages.
+    ``places`` says where each parameter lies, in the order of ``names``: the module's, which need not be that of pages.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class Sharding:
         self.pages = pages
         self.pager = pager
         pager.adopt(pages)
-        slots = {slot.name: (page, i) for page in pages for i, slot in enumerate(page.layout.slots)}
-        self.slots = {name: slots[name] for name in names}
+        places = {place.name: place for page in pages for place in page.places}
+        self.places = {name: places[name] for name in names}
         self.optimizer: torch.optim.Optimizer | None = None
         self.settings: dict[str, Any] = {}  # what it was sharded with
         number = axes.main.number_module()
@@ -95,8 +96,8 @@ class Sharding:
         self.gradients = Gradients(axes, self.reducer)
         self.gradients.attach()
         ids = []
-        for name, (page, index) in self.slots.items():
-            for tensor, is_shard in ((page.parameters[index], False), (page.shards[index], True)):
+        for name, place in self.places.items():
+            for tensor, is_shard in ((place.parameter, False), (place.shard, True)):
                 _owners[id(tensor)] = _Owner(weakref.ref(self), name, is_shard)
                 ids.append(id(tensor))
         weakref.finalize(self, lambda: [_owners.pop(i) for i in ids])
@@ -109,7 +110,7 @@ class Sharding:
             return None
         pager = memo[id(self.pager)] = copy.deepcopy(self.pager, memo)
         pages = [copy.deepcopy(page, memo) for page in self.pages]
-        return Sharding(memo[id(module)], 3, self.axes, pages, pager, self.slots)
+        return Sharding(memo[id(module)], 3, self.axes, pages, pager, self.places)
 
     @property
     def rank(self) -> int:
@@ -118,10 +119,10 @@ class Sharding:
 
     def shard(self, name: str) -> torch.Tensor:
         """This rank's leaf tensor of a parameter; it requires a gradient if the parameter does so now."""
-        page, index = self.slots[name]
-        shard, parameter = page.shards[index], page.parameters[index]
+        place = self.places[name]
+        shard, parameter = place.shard, place.parameter
         if shard.requires_grad != parameter.requires_grad:
-            page.give_masters()
+            place.page.give_masters()
             with enable_inplace_requires_grad(True):  # allowed inside a transform as well
                 shard.requires_grad_(parameter.requires_grad)
         return shard
@@ -197,10 +198,9 @@ class Sharding:
     def gather_parts(self, page: Page, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Collective. Gather per-parameter parts (zeros where missing) into a page, 1-D [padded_numel]."""
         mine = torch.zeros(page.layout.shard_numel, dtype=dtype, device=page.device)
-        for slot in page.layout.slots:
+        for index, slot in enumerate(page.layout.slots):
             if slot.name in parts:
-                start, stop = page.layout.part(slot, self.rank)
-                mine[start:stop] = parts[slot.name].detach()
+                mine[page.layout.in_shard(index, self.rank)] = parts[slot.name].detach()
         if page.layout.num_shards == 1:
             return mine
         full = torch.empty(page.layout.padded_numel, dtype=dtype, device=page.device)
@@ -240,17 +240,17 @@ def owner_of(tensor: torch.Tensor) -> _Owner | None:
     return _owners.get(id(tensor))
 
 
-def place_of(parameter: torch.Tensor) -> tuple[Pager, Page, int] | None:
-    """Where a parameter's data lies: on which slot of which page; None for what is not sharded.
+def place_of(parameter: torch.Tensor) -> tuple[Pager, Place] | None:
+    """Where a parameter's data lies, and what gathers it; None for what is not sharded.
 
     A parameter that was built inside :class:`zerofunc.Init` has a place before it has a sharding.
     """
     owner = owner_of(parameter)
     sharding = owner.sharding() if owner is not None else None
     if owner is not None and sharding is not None:
-        return sharding.pager, *sharding.slots[owner.name]
+        return sharding.pager, sharding.places[owner.name]
     if isinstance(parameter, PagedTensor) and not parameter._chain:
-        return parameter._pager, parameter._page, parameter._page.layout.slots.index(parameter._slot)
+        return parameter._pager, parameter._place
     return None
 
 
@@ -383,7 +383,7 @@ def shards(module: nn.Module, frozen: bool = False) -> dict[str, torch.Tensor]:
     """
     sharding = sharding_of(module)
     sharding.check_intact()
-    return {n: sharding.shard(n) for n in sharding.slots if frozen or sharding.shard(n).requires_grad}
+    return {n: sharding.shard(n) for n in sharding.places if frozen or sharding.shard(n).requires_grad}
 
 
 def refresh(module: nn.Module) -> None:

@@ -89,17 +89,15 @@ def _awaits_data(target: torch.Tensor) -> TypeGuard[nn.Parameter]:
 
 def _load(module: nn.Module, name: str, target: torch.Tensor, source: _Stored) -> None:
     """Local for a sharded parameter. Read what this rank holds of a tensor."""
-    if (place := place_of(target)) is not None:
-        pager, page, index = place
-        shard = page.shards[index]
-        first = pager.axes.shard.rank * page.layout.shard_numel - page.layout.slots[index].offset
-        shard.copy_(source.read(max(first, 0), shard.numel()))
+    if (found := place_of(target)) is not None:
+        pager, place = found
+        place.shard.copy_(source.read(place.range(pager.axes.shard.rank)))
     elif target.is_meta:
         owner, _, buffer = name.rpartition(".")
-        value = source.read(0, target.numel()).view(target.shape)
+        value = source.read(slice(0, target.numel())).view(target.shape)
         module.get_submodule(owner)._buffers[buffer] = value.to(home_device(), target.dtype, copy=True)
     else:
-        target.copy_(source.read(0, target.numel()).view(target.shape))
+        target.copy_(source.read(slice(0, target.numel())).view(target.shape))
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -116,9 +114,9 @@ class _Stored:
     def shape(self) -> torch.Size:
         return torch.Size(self.file.get_slice(self.key).get_shape())
 
-    def read(self, first: int, numel: int) -> torch.Tensor:
-        """The flattened tensor's elements from ``first`` on, 1-D, over the memory that maps the file."""
-        shape = self.shape
+    def read(self, part: slice) -> torch.Tensor:
+        """Some of the flattened tensor's elements, 1-D, over the memory that maps the file."""
+        shape, first, numel = self.shape, part.start, part.stop - part.start
         if not shape or not numel:
             return self.file.get_tensor(self.key).reshape(-1)[:numel]
         split = next((dim for dim, size in enumerate(shape) if size > 1), 0)

@@ -122,14 +122,12 @@ class LogicalOptimizer(Optimizer):
         sharding = found.sharding() if found is not None else None
         if found is None or sharding is None or not found.is_shard:
             raise ValueError(f"parameter group {group} has a tensor of shape {tuple(shard.shape)}, which is no shard")
-        page, index = sharding.slots[found.name]
-        slot, layout, axis = page.layout.slots[index], page.layout, sharding.axes.shard
-        bounds = [min(max(r * layout.shard_numel - slot.offset, 0), slot.numel) for r in range(axis.size + 1)]
-        parts = tuple(itertools.starmap(slice, itertools.pairwise(bounds)))
+        place, axis = sharding.places[found.name], sharding.axes.shard
+        parts = tuple(place.range(rank) for rank in range(axis.size))
         loads = self._loads.setdefault(id(axis), [0] * axis.size)
         owner = min(range(axis.size), key=lambda rank: loads[rank] - (parts[rank].stop - parts[rank].start))
-        loads[owner] += slot.numel
-        return _Whole(group, found.name, slot.shape, shard, parts, owner, axis, page.device)
+        loads[owner] += place.slot.numel
+        return _Whole(group, found.name, place.shape, shard, parts, owner, axis, place.page.device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -198,11 +198,10 @@ def _move_state(optimizer: Optimizer, shard: torch.Tensor, state: dict[str, Any]
     owner = owner_of(shard)
     sharding = owner.sharding() if owner is not None else None
     assert owner is not None and sharding is not None
-    page, index = sharding.slots[owner.name]
-    slot, mine = page.layout.slots[index], page.part(index, sharding.rank)
-    part = slice(max(mine.start - slot.offset, 0), max(mine.start - slot.offset, 0) + len(shard))
+    place = sharding.places[owner.name]
+    part = place.range(sharding.rank)
     optimizer.state[shard] = {
-        key: _part_of(value, part, shard) if key != "step" and _has_shape(value, slot.shape) else value
+        key: _part_of(value, part, shard) if key != "step" and _has_shape(value, place.shape) else value
         for key, value in state.items()
     }
 

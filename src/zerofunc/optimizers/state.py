@@ -99,8 +99,7 @@ def _full_state(module: nn.Module, optimizer: Optimizer, name: str, shard: torch
 
 def _parts(module: nn.Module, name: str, entries: Mapping[str, Any]) -> dict[str, Any]:
     sharding = sharding_of(module)
-    page, index = sharding.slots[name]
-    shape = page.layout.slots[index].shape
+    shape = sharding.places[name].shape
     parts = dict(entries)
     for key, value in entries.items():
         if key != "step" and isinstance(value, torch.Tensor) and value.dim() > 0:

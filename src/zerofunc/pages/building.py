@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from zerofunc.pages.layout import PageLayout, Slot
+from zerofunc.pages.layout import PageLayout
+from zerofunc.pages.page import Page, Place
 from zerofunc.pages.paged_tensor import PagedTensor
-from zerofunc.pages.pager import Page, Pager
+from zerofunc.pages.pager import Pager
 from zerofunc.pages.parts import as_shard
 from zerofunc.ranks.buffers import own_part
 from zerofunc.ranks.collectives import Axes
@@ -54,9 +55,9 @@ def build_page(
     if full is not None and (dtype != master_dtype or device != master_device):
         master = master.to(master_device, copy=True)
     page = Page(layout, dtype, master, full=full, label=layout.label, trained_dtype=trained_dtype)
-    for slot, parameter in zip(layout.slots, parameters, strict=True):
-        start, stop = layout.part(slot, axes.shard.rank)
-        part = own_part(master, start, (stop - start,)).requires_grad_(parameter.requires_grad)
+    for index, parameter in enumerate(parameters):
+        mine = layout.in_shard(index, axes.shard.rank)
+        part = own_part(master, mine.start, (mine.stop - mine.start,)).requires_grad_(parameter.requires_grad)
         page.shards.append(as_shard(part, axes.shard))
     return page
 
@@ -84,19 +85,21 @@ def _first_values(
 
 def replace_parameters(page: Page, parameters: list[nn.Parameter], pager: Pager) -> None:
     """Local. Make parameters, their identity and attributes kept, those of a page."""
-    for slot, parameter in zip(page.layout.slots, parameters, strict=True):
+    for place, parameter in zip(page.places, parameters, strict=True):
+        slot = place.slot
         if page.full is not None and not parameter.is_meta and not isinstance(parameter, PagedTensor):
             parameter.grad = None
             parameter.data = own_part(page.full, slot.offset, slot.shape)  # hooks and graphs of it stay as they are
         else:
-            _swap_for(page, slot, parameter, pager)
+            _swap_for(place, parameter, pager)
         page.parameters.append(parameter)
     page.note_changes()
 
 
-def _swap_for(page: Page, slot: Slot, parameter: nn.Parameter, pager: Pager) -> None:
+def _swap_for(place: Place, parameter: nn.Parameter, pager: Pager) -> None:
     """Local. Give a parameter another content than an ordinary tensor's, or than it had on the meta device."""
-    new = PagedTensor(pager, page, slot) if page.full is None else own_part(page.full, slot.offset, slot.shape)
+    page, slot = place.page, place.slot
+    new = PagedTensor(pager, place) if page.full is None else own_part(page.full, slot.offset, slot.shape)
     replacement = nn.Parameter(new, parameter.requires_grad)
     del new
     try:

@@ -86,15 +86,22 @@ class PageLayout:
         """Elements of the flat buffer, with padding."""
         return self.shard_numel * self.num_shards
 
-    def part(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """Range of ``slot`` that lies in the shard of ``rank``, as ``(start, stop)`` within the shard.
+    def in_page(self, index: int, rank: int) -> slice:
+        """Where the part of a parameter that ``rank`` holds lies in the page; empty where that rank has no element."""
+        slot, first = self.slots[index], rank * self.shard_numel
+        last = first + self.shard_numel
+        return slice(min(max(slot.offset, first), last), min(max(slot.offset + slot.numel, first), last))
 
-        The range is empty (``start == stop``) where the slot has no element on that rank.
-        """
-        first = rank * self.shard_numel
-        start = min(max(slot.offset - first, 0), self.shard_numel)
-        stop = min(max(slot.offset + slot.numel - first, 0), self.shard_numel)
-        return start, stop
+    def in_shard(self, index: int, rank: int) -> slice:
+        """Where the same part lies in the shard of ``rank``."""
+        part, first = self.in_page(index, rank), rank * self.shard_numel
+        return slice(part.start - first, part.stop - first)
+
+    def in_parameter(self, index: int, rank: int) -> slice:
+        """Which elements of the flattened parameter it has."""
+        part, slot = self.in_page(index, rank), self.slots[index]
+        start = min(max(part.start - slot.offset, 0), slot.numel)
+        return slice(start, start + part.stop - part.start)
 
 
 def build_pages(parameters: Iterable[ParameterSpec], num_shards: int, page_numel: int) -> tuple[PageLayout, ...]:

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zerofunc.pages.held_parameter import full_gradient
-from zerofunc.pages.layout import Slot
-from zerofunc.pages.pager import Page, Pager
+from zerofunc.pages.page import Page, Place
+from zerofunc.pages.pager import Pager
 from zerofunc.pages.parts import take_values
 from zerofunc.ranks.buffers import below_transforms, own_part
 
@@ -45,8 +45,7 @@ class PagedTensor(torch.Tensor):
     """
 
     _pager: Pager
-    _page: Page
-    _slot: Slot
+    _place: Place
     _chain: tuple[Step, ...]
     _meta: torch.Tensor
     _taken_at: int | None
@@ -60,27 +59,25 @@ class PagedTensor(torch.Tensor):
     def __new__(  # noqa: D417 - cls is no argument
         cls: type[PagedTensor],
         pager: Pager,
-        page: Page,
-        slot: Slot,
+        place: Place,
         meta: torch.Tensor | None = None,
         chain: tuple[Step, ...] = (),
         taken_at: int | None = None,
     ) -> PagedTensor:
-        """A tensor for ``slot`` of ``page``.
+        """A tensor with the data of ``place``.
 
         Args:
             pager: Where gathered pages come from.
-            page: The page that holds the data.
-            slot: The parameter's place on it.
+            place: Which slot of which page holds the data.
             meta: Metadata after ``chain``; that of the whole parameter by default.
             chain: Views and casts to replay when read.
             taken_at: The page's version when this was taken as a value, lazily; it must not be read at another one.
         """
         if meta is None:
-            meta = torch.empty(slot.shape, dtype=page.dtype, device="meta")
+            meta = torch.empty(place.shape, dtype=place.page.dtype, device="meta")
         if torch.is_inference_mode_enabled():  # a view of a parameter shares its version counter
             with torch.inference_mode(False):
-                return cls(pager, page, slot, meta, chain, taken_at)
+                return cls(pager, place, meta, chain, taken_at)
         self: PagedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
@@ -88,9 +85,9 @@ class PagedTensor(torch.Tensor):
             storage_offset=meta.storage_offset(),
             storage_size=meta.untyped_storage().nbytes(),
             dtype=meta.dtype,
-            device=page.device,
+            device=place.page.device,
         )
-        self._pager, self._page, self._slot = pager, page, slot
+        self._pager, self._place = pager, place
         self._meta, self._chain, self._taken_at = meta, chain, taken_at
         return self
 
@@ -102,17 +99,18 @@ class PagedTensor(torch.Tensor):
             if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
                 return torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=self.device)
             with below_transforms():
-                return self._replay(self._pager.read(self._page))
-        return self._replay(self._pager.read(self._page))
+                return self._replay(self._pager.read(self._place.page))
+        return self._replay(self._pager.read(self._place.page))
 
     def _replay(self, flat: torch.Tensor) -> torch.Tensor:
-        if self._taken_at is not None and self._taken_at != self._page.versions():
+        if self._taken_at is not None and self._taken_at != self._place.page.versions():
             raise RuntimeError(
-                f"parameter {self._slot.name!r} was used, and its value is read again after its shards have changed; "
+                f"parameter {self._place.name!r} was used, and its value is read again after its shards have changed; "
                 "call backward, or what else derives, before the optimizer's step; keep a value with .clone()"
             )
+        slot = self._place.slot
         # With a storage of its own: what operators know of offsets and sizes is what the wrapper says of them.
-        return self._through_chain(own_part(flat, self._slot.offset, self._slot.shape, self._slot.stride))
+        return self._through_chain(own_part(flat, slot.offset, slot.shape, slot.stride))
 
     def _through_chain(self, value: torch.Tensor) -> torch.Tensor:
         for func, args, kwargs, index in self._chain:
@@ -133,12 +131,12 @@ class PagedTensor(torch.Tensor):
 
     def _lazy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a view or cast, as PagedTensors that replay it."""
-        taken_at = self._page.versions() if func is aten._to_copy.default else self._taken_at
+        taken_at = self._place.page.versions() if func is aten._to_copy.default else self._taken_at
         metas = _meta_of_view(func, self._meta, args, kwargs)
 
         def wrap(meta: torch.Tensor, index: int | None) -> PagedTensor:
             chain = (*self._chain, (func, args, kwargs, index))
-            return type(self)(self._pager, self._page, self._slot, meta, chain, taken_at)
+            return type(self)(self._pager, self._place, meta, chain, taken_at)
 
         if isinstance(metas, torch.Tensor):
             return wrap(metas, None)
@@ -146,9 +144,9 @@ class PagedTensor(torch.Tensor):
 
     def _change_view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PagedTensor:
         """This tensor, made another view of the same data in place, as ``t_`` and ``unsqueeze_`` do."""
-        if any(parameter is self for parameter in self._page.parameters):
+        if any(parameter is self for parameter in self._place.page.parameters):
             raise RuntimeError(
-                f"{func._opname} on parameter {self._slot.name!r}: the shape of a sharded parameter is fixed. Use the "
+                f"{func._opname} on parameter {self._place.name!r}: the shape of a sharded parameter is fixed. Use the "
                 "operator that returns a view, or change the parameter before the module is sharded."
             )
         with below_transforms():
@@ -160,7 +158,7 @@ class PagedTensor(torch.Tensor):
         return self
 
     def _same(self) -> PagedTensor:
-        return type(self)(self._pager, self._page, self._slot, self._meta, self._chain, self._taken_at)
+        return type(self)(self._pager, self._place, self._meta, self._chain, self._taken_at)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -189,9 +187,9 @@ class PagedTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name and metadata: printing never communicates."""
         return (
-            f"PagedTensor({self._slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"requires_grad={self.requires_grad}, on {self._page.label.split(' (')[0]}, "
-            f"{'resident' if self._pager.is_resident(self._page) else 'sharded'})"
+            f"PagedTensor({self._place.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"requires_grad={self.requires_grad}, on {self._place.page.label.split(' (')[0]}, "
+            f"{'resident' if self._pager.is_resident(self._place.page) else 'sharded'})"
         )
 
     def full(self) -> torch.Tensor:
@@ -200,14 +198,15 @@ class PagedTensor(torch.Tensor):
 
     def _shared_copy(self) -> torch.Tensor:
         """Like :meth:`full`, sharing memory with other such copies of the parameter that are still alive."""
-        storages, key = self._page.copies, (self._slot.name, self._page.versions())
-        storage = storages.get(key)
+        page, slot = self._place.page, self._place.slot
+        key = slot.name, page.versions()
+        storage = page.copies.get(key)
         with below_transforms():
             if storage is None:
-                value = self._pager.read(self._page).as_strided(self._slot.shape, self._slot.stride, self._slot.offset)
-                storage = storages[key] = value.clone().untyped_storage()
-            whole = torch.empty(0, dtype=self._page.dtype, device=self._page.device)
-            return self._through_chain(whole.set_(storage, 0, self._slot.shape, self._slot.stride))
+                value = self._pager.read(page).as_strided(slot.shape, slot.stride, slot.offset)
+                storage = page.copies[key] = value.clone().untyped_storage()
+            whole = torch.empty(0, dtype=page.dtype, device=page.device)
+            return self._through_chain(whole.set_(storage, 0, slot.shape, slot.stride))
 
     def numpy(self, *, force: bool = False) -> Any:
         """Collective unless resident. A NumPy copy."""
@@ -226,13 +225,13 @@ class PagedTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         """Address of the gathered data, inside ``zerofunc.gathered`` only."""
-        if self._pager.is_pinned(self._page):
+        if self._pager.is_pinned(self._place.page):
             return self._value().data_ptr()
         self._refuse("data_ptr()")
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Storage of the gathered page, inside ``zerofunc.gathered`` only."""
-        if self._pager.is_pinned(self._page):
+        if self._pager.is_pinned(self._place.page):
             return self._value().untyped_storage()
         self._refuse("untyped_storage()")
 
@@ -250,7 +249,7 @@ class PagedTensor(torch.Tensor):
 
     def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(
-            f"{what} of parameter {self._slot.name!r}: its data is sharded over the ranks and has no address. "
+            f"{what} of parameter {self._place.name!r}: its data is sharded over the ranks and has no address. "
             "Use `with zerofunc.gathered(module):` around the call, or .detach().clone() for a plain copy."
         )
 
@@ -261,18 +260,18 @@ class PagedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if isinstance(value, PagedTensor) and (value._page, value._slot, value._chain) == (self._page, self._slot, ()):
+        if isinstance(value, PagedTensor) and (value._place, value._chain) == (self._place, ()):
             return
-        take_values(self, value, f"parameter {self._slot.name!r}")
+        take_values(self, value, f"parameter {self._place.name!r}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedTensor:
         """A parameter on a copy of the page, sharded alike; copies of one module's parameters share their pages."""
         if not self.is_leaf:
             raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol")
         pager = memo[id(self._pager)] = copy.deepcopy(self._pager, memo)
-        page = copy.deepcopy(self._page, memo)
+        place = Place(copy.deepcopy(self._place.page, memo), self._place.index)
         if id(self) not in memo:  # the page's copy has copies of the page's parameters
-            new: torch.Tensor = PagedTensor(pager, page, self._slot, self._meta, self._chain, self._taken_at)
+            new: torch.Tensor = PagedTensor(pager, place, self._meta, self._chain, self._taken_at)
             memo[id(self)] = nn.Parameter(new, self.requires_grad) if isinstance(self, nn.Parameter) else new
         copied: PagedTensor = memo[id(self)]
         return copied
@@ -387,18 +386,20 @@ def _write_through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wri
     for target in written:
         if target._taken_at is not None or name in _OF_STORAGE:
             raise RuntimeError(
-                f"{name} on parameter {target._slot.name!r}: a sharded parameter's storage is fixed; "
+                f"{name} on parameter {target._place.name!r}: a sharded parameter's storage is fixed; "
                 "change its values with copy_(), or work on a .clone()"
             )
-        if not target._page.shards:
-            raise RuntimeError(f"{name} on parameter {target._slot.name!r}: it is a function of shards; clone it first")
+        if not target._place.page.shards:
+            raise RuntimeError(
+                f"{name} on parameter {target._place.name!r}: it is a function of shards; clone it first"
+            )
     plain: dict[int, torch.Tensor] = {}
     flats: dict[Page, torch.Tensor] = {}
     with below_transforms():
         for target in written:
-            if target._page not in flats:
-                flats[target._page] = target._pager.read(target._page)
-            plain[id(target)] = target._replay(flats[target._page])
+            if target._place.page not in flats:
+                flats[target._place.page] = target._pager.read(target._place.page)
+            plain[id(target)] = target._replay(flats[target._place.page])
 
     def value(tensor: PagedTensor) -> torch.Tensor:
         return plain[id(tensor)] if id(tensor) in plain else tensor._value()
@@ -407,8 +408,8 @@ def _write_through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wri
     same_on_all_ranks = torch.Tag.nondeterministic_seeded not in func.tags
     with below_transforms():
         for target in written:
-            page, pager = target._page, target._pager
-            page.take_over(flats[page], [page.layout.slots.index(target._slot)], pager.axes.shard.rank)
+            page, pager = target._place.page, target._pager
+            page.take_over(flats[page], [target._place.index], pager.axes.shard.rank)
             pager.wrote(page, flats[page], same_on_all_ranks)
     back = {id(plain[id(target)]): target for target in written}
     return pytree.tree_map_only(torch.Tensor, lambda tensor: back.get(id(tensor), tensor), result)

@@ -20,7 +20,7 @@ class StateTensor(PagedTensor):
     _copied: tuple[int, torch.Tensor] | None = None
 
     def _copy(self) -> torch.Tensor:
-        version = self._page.versions()
+        version = self._place.page.versions()
         if self._copied is None or self._copied[0] != version:
             self._copied = version, self._shared_copy()
         return self._copied[1]

@@ -156,8 +156,7 @@ def _noise(samples: Samples, name: str, like: torch.Tensor) -> torch.Tensor:
     """Local. This rank's part of a standard normal tensor."""
     start = 0
     if samples.sharding is not None:
-        page, index = samples.sharding.slots[name]
-        start = max(page.part(index, samples.sharding.rank).start - page.layout.slots[index].offset, 0)
+        start = samples.sharding.places[name].range(samples.sharding.rank).start
     return normal_part(samples.seed, name, start, start + like.numel(), like).view(like.shape)
 
 

@@ -16,23 +16,23 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 
-class Slot(NamedTuple):
+class Reference(NamedTuple):
     """A place that holds a tensor: a module's parameter or buffer, a variable closed over, an item of a list."""
 
     get: Callable[[], Any]
     put: Callable[[Any], None]
 
 
-def slots_of(*values: Any) -> dict[Slot, torch.Tensor]:
+def slots_of(*values: Any) -> dict[Reference, torch.Tensor]:
     """The places from which calling ``values`` would read tensors, and what they hold now.
 
     Found are modules (their parameters, buffers and other tensors), functions (what they close over, their defaults,
     and the modules, tensors and functions of their file that they name), bound methods, partials, and lists, tuples and
     dicts of all these.
     """
-    found: dict[Slot, torch.Tensor] = {}
+    found: dict[Reference, torch.Tensor] = {}
     seen: set[int] = set()
-    pending: list[tuple[Any, Slot | None]] = [(value, None) for value in values]
+    pending: list[tuple[Any, Reference | None]] = [(value, None) for value in values]
     while pending:
         value, slot = pending.pop()
         if isinstance(value, torch.Tensor):
@@ -44,7 +44,7 @@ def slots_of(*values: Any) -> dict[Slot, torch.Tensor]:
     return found
 
 
-def _inside(value: Any) -> Iterator[tuple[Any, Slot | None]]:
+def _inside(value: Any) -> Iterator[tuple[Any, Reference | None]]:
     """What ``value`` refers to, with the place where it does; None where nothing else can be put there."""
     if isinstance(value, nn.Module):
         for module in value.modules():
@@ -64,10 +64,10 @@ def _inside(value: Any) -> Iterator[tuple[Any, Slot | None]]:
         yield from _inside_function(value)
 
 
-def _inside_function(function: FunctionType) -> Iterator[tuple[Any, Slot | None]]:
+def _inside_function(function: FunctionType) -> Iterator[tuple[Any, Reference | None]]:
     for cell in function.__closure__ or ():
         if _is_filled(cell):
-            slot = Slot(partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents"))
+            slot = Reference(partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents"))
             yield cell.cell_contents, slot
     yield function.__defaults__, None
     yield function.__kwdefaults__, None
@@ -88,9 +88,9 @@ def _is_own(item: Any, function: FunctionType) -> bool:
     return isinstance(item, torch.Tensor | nn.Module)
 
 
-def _items(holder: Any, items: Any) -> Iterator[tuple[Any, Slot]]:
+def _items(holder: Any, items: Any) -> Iterator[tuple[Any, Reference]]:
     for key, item in items:
-        yield item, Slot(partial(holder.__getitem__, key), partial(holder.__setitem__, key))
+        yield item, Reference(partial(holder.__getitem__, key), partial(holder.__setitem__, key))
 
 
 def _is_filled(cell: Any) -> bool:
@@ -102,7 +102,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 @contextmanager
-def filled(slots: Iterable[Slot], tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+def filled(slots: Iterable[Reference], tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """A context in which the places hold these tensors."""
     before = [(slot, slot.get()) for slot in slots]
     try:

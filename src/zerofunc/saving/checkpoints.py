@@ -114,8 +114,8 @@ class Saver:
         axes, is_first = self._run.sharding.axes, self._run.is_first
         excluded = set()
         if options.exclude_frozen:
-            slots = self._run.sharding.slots
-            excluded = {name for name in slots if not self._run.sharding.shard(name).requires_grad}
+            names = self._run.sharding.places
+            excluded = {name for name in names if not self._run.sharding.shard(name).requires_grad}
         captured = capture(self._run, excluded)
         trees: dict[str, Packed] = {}
 

@@ -68,10 +68,8 @@ class Run:
 
     def piece(self, name: str, part: torch.Tensor) -> Piece:
         """This rank's range of something that has one value per element of a parameter."""
-        page, index = self.sharding.slots[name]
-        slot = page.layout.slots[index]
-        start = max(self.sharding.rank * page.layout.shard_numel - slot.offset, 0)
-        return Piece(part.detach(), start, slot.shape)
+        place = self.sharding.places[name]
+        return Piece(part.detach(), place.range(self.sharding.rank).start, place.shape)
 
     def names(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
         """The optimizer's groups, each with the names of its parameters."""
@@ -89,13 +87,13 @@ class Run:
         }
 
     def ties(self) -> dict[str, str]:
-        """Other names of tied parameters, each with the one in :attr:`Sharding.slots`."""
-        first = {id(page.parameters[index]): name for name, (page, index) in self.sharding.slots.items()}
+        """Other names of tied parameters, each with the one in :attr:`Sharding.places`."""
+        first = {id(place.parameter): name for name, place in self.sharding.places.items()}
         everywhere = self.module.named_parameters(remove_duplicate=False)
         return {name: kept for name, parameter in everywhere if (kept := first[id(parameter)]) != name}
 
     def by_own_names(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Tensors of a checkpoint, tied ones under the name in :attr:`Sharding.slots`."""
+        """Tensors of a checkpoint, tied ones under the name in :attr:`Sharding.places`."""
         ties = self.ties()
         return {ties.get(name, name): one for name, one in stored.items()}
 
@@ -124,7 +122,7 @@ def capture(run: Run, excluded: set[str]) -> Captured:
     sharding.refresh()  # parameters written by hand reach their shards
     sharding.reducer.reduce_owed()
     pieces = {}
-    for name in (name for name in sharding.slots if name not in excluded):
+    for name in (name for name in sharding.places if name not in excluded):
         shard = sharding.shard(name)
         pieces[f"model/{name}"] = run.piece(name, shard)
         if shard.grad is not None:
@@ -246,7 +244,7 @@ class Wanted:
 def misfits(run: Run, manifest: Manifest, shared: Mapping[str, Any], wanted: Wanted) -> list[str]:
     """Local. What of a checkpoint does not fit a run, in words."""
     theirs = run.by_own_names({**manifest.of("model"), **manifest.of("buffer")})
-    shapes = {name: page.layout.slots[index].shape for name, (page, index) in run.sharding.slots.items()}
+    shapes = {name: place.shape for name, place in run.sharding.places.items()}
     ours = {**shapes, **{name: buffer.shape for name, buffer in run.buffers().items()}}
     found = _shape_misfits(theirs, ours)
     if wanted.strict:
@@ -286,23 +284,23 @@ def _optimizer_misfits(run: Run, manifest: Manifest, shared: Mapping[str, Any]) 
 def targets(run: Run, manifest: Manifest, wanted: Wanted) -> dict[str, Piece]:
     """Local. Where this rank wants what: where masters and optimizer state are; new tensors where there are none."""
     found = {}
-    slots = run.sharding.slots
+    places = run.sharding.places
     ties, buffers = run.ties(), run.buffers()
     for kind in ("model", "buffer"):  # files of weights do not say which is which
         for stored_name in manifest.of(kind):
             name = ties.get(stored_name, stored_name)
-            if name in slots:
+            if name in places:
                 found[f"{kind}/{stored_name}"] = run.piece(name, run.sharding.shard(name))
             elif name in buffers:
                 empty = torch.empty(buffers[name].numel(), dtype=buffers[name].dtype)
                 found[f"{kind}/{stored_name}"] = Piece(empty, 0, buffers[name].shape)
     if wanted.optimizer and run.optimizer is not None:
-        for name in manifest.of("gradient").keys() & slots.keys():
+        for name in manifest.of("gradient").keys() & places.keys():
             shard = run.sharding.shard(name)
             found[f"gradient/{name}"] = run.piece(name, torch.empty_like(shard) if shard.grad is None else shard.grad)
         for path, stored in manifest.of("optimizer").items():
             key, _, name = path.partition("/")
-            piece = _target_of_state(run, name, key, stored) if name in slots else None
+            piece = _target_of_state(run, name, key, stored) if name in places else None
             if piece is not None:
                 found[f"optimizer/{path}"] = piece
     return found
@@ -352,7 +350,7 @@ def restore_optimizer(
     assert run.optimizer is not None
     sharding = run.sharding
     sharding.reducer.discard()
-    for name in sharding.slots:
+    for name in sharding.places:
         gradient = read.get(f"gradient/{name}")
         sharding.shard(name).grad = None if gradient is None else gradient.part
     entries = _entries(run, read, [shared["values"], own["optimizer"] if own is not None else {}])
@@ -379,8 +377,8 @@ def _entries(run: Run, read: Mapping[str, Piece], values: list[Mapping[str, Any]
             is_whole = run.is_whole(run.sharding.shard(name))
             entries.setdefault(name, {})[key] = piece.part.view(piece.full_shape) if is_whole else piece.part
     for name, more in (item for one in values for item in one.items()):
-        page_and_index = run.sharding.slots.get(name)
-        if page_and_index is None or not page_and_index[0].layout.slots[page_and_index[1]].numel:
+        place = run.sharding.places.get(name)
+        if place is None or not place.slot.numel:
             continue  # an empty parameter has no tensors stored: its state begins anew
         shard = run.sharding.shard(name)
         if not run.is_whole(shard) or run.owns(shard):

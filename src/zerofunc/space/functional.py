@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zerofunc.module.sharding import Sharding, sharding_of
-from zerofunc.pages.pager import Page
+from zerofunc.pages.page import Page
 from zerofunc.ranks.buffers import outside_transforms
 from zerofunc.space.transposed import Gather, Mean, plain
 
@@ -134,8 +134,8 @@ def _problem(sharding: Sharding, shards: Tree, full: Tree) -> str:
     """What is wrong with the trees; empty if they fit."""
     module = sharding.module()
     assert module is not None
-    unknown = [name for name in shards if name not in sharding.slots]
-    needed = [name for name in sharding.slots if sharding.shard(name).requires_grad]
+    unknown = [name for name in shards if name not in sharding.places]
+    needed = [name for name in sharding.places if sharding.shard(name).requires_grad]
     missing = [name for name in needed if name not in shards and name not in full]
     if unknown or missing:
         wrong = f"unknown names {unknown[:10]}" if unknown else f"no part of {missing[:10]}"
@@ -157,7 +157,7 @@ def _problem(sharding: Sharding, shards: Tree, full: Tree) -> str:
     both = shards.keys() & full.keys()
     if both:
         return f"{sorted(both)[:10]} are given both as shards and in full"
-    shapes = {name: page.layout.slots[index].shape for name, (page, index) in sharding.slots.items()}
+    shapes = {name: place.shape for name, place in sharding.places.items()}
     shapes.update((name, buffer.shape) for name, buffer in module.named_buffers())
     for name, tensor in full.items():
         if name not in shapes:
@@ -215,8 +215,8 @@ def jacfwd(
 
 def _bases(sharding: Sharding, shards: Tree, rank: int, chunk_size: int | None) -> Iterator[dict[str, torch.Tensor]]:
     """Basis vectors of the parts of ``rank``, some rows at a time: on other ranks as many rows of zeros."""
-    ranges = [page.layout.part(page.layout.slots[i], rank) for page, i in (sharding.slots[name] for name in shards)]
-    num_rows = sum(stop - start for start, stop in ranges)
+    ranges = [sharding.places[name].range(rank) for name in shards]
+    num_rows = sum(part.stop - part.start for part in ranges)
     lengths = [part.numel() for part in shards.values()]
     like = next(iter(shards.values()))
     for first in range(0, num_rows, chunk_size or max(num_rows, 1)):
@@ -235,7 +235,7 @@ def _columns(function: Callable[..., Any], sharding: Sharding, shards: Tree, bas
         return torch.func.jvp(function, (dict(shards),), (direction,))[1]
 
     pushed = torch.func.vmap(push)(basis)
-    if isinstance(pushed, Mapping) and all(name in sharding.slots for name in pushed):
+    if isinstance(pushed, Mapping) and all(name in sharding.places for name in pushed):
         raise ValueError(
             "jacfwd was given a function of shards that returns a sharded tree, such as a gradient, which has no mean. "
             "For products with a Hessian use torch.func.jvp of the gradient, or zerofunc.curvature.hvp."

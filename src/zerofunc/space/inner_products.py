@@ -82,7 +82,7 @@ def _only_sharding_with(tree: Tree, call: str) -> Sharding:
     fitting = [
         sharding
         for sharding in shardings()
-        if all(n in sharding.slots and sharding.shard(n).shape == part.shape for n, part in tree.items())
+        if all(n in sharding.places and sharding.shard(n).shape == part.shape for n, part in tree.items())
     ]
     if len({(s.axes.shard.size, s.axes.shard.rank) for s in fitting}) != 1:
         raise ValueError(f"{len(fitting)} sharded modules have such shards; say which one: {call}")

@@ -26,8 +26,8 @@ from torch.autograd import Function
 
 from zerofunc.module.sharding import Sharding
 from zerofunc.pages.layout import PageLayout, Slot
+from zerofunc.pages.page import Page
 from zerofunc.pages.paged_tensor import PagedTensor
-from zerofunc.pages.pager import Page
 from zerofunc.ranks.buffers import alias, below_transforms, outside_transforms
 
 Batch = tuple[int, ...]
@@ -47,7 +47,7 @@ class Gather(Function):
         with below_transforms():
             source = page if is_own else _page_of(page, parts)
             taken_at = page.versions() if is_own else None
-            return tuple(PagedTensor(sharding.pager, source, slot, taken_at=taken_at) for slot in source.layout.slots)
+            return tuple(PagedTensor(sharding.pager, place, taken_at=taken_at) for place in source.places)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -85,9 +85,9 @@ class Reduce(Function):
         _refuse_tracing("a reduction over ranks")
         with below_transforms():
             batch = _batch_of(page, tensors)
-            ranges = [page.layout.part(slot, sharding.rank) for slot in page.layout.slots]
+            parts = _parts(page, sharding.rank)
             if not is_wanted:
-                return tuple(page.master.new_full((*batch, stop - start), math.nan) for start, stop in ranges)
+                return tuple(page.master.new_full((*batch, part.stop - part.start), math.nan) for part in parts)
             label = f"reduction of {page.label} in parameter space" + _over(batch)
             sharding.axes.agree(label)
             reduced = full = _packed(sharding, page, tensors, batch)
@@ -98,8 +98,8 @@ class Reduce(Function):
             reduced = reduced.to(page.master.device)
             rows = reduced.view(*batch, page.layout.shard_numel)
             if not batch:
-                return tuple(alias(reduced, start, (stop - start,)) for start, stop in ranges)
-            return tuple(rows[..., start:stop].clone() for start, stop in ranges)
+                return tuple(alias(reduced, part.start, (part.stop - part.start,)) for part in parts)
+            return tuple(rows[..., part].clone() for part in parts)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -252,6 +252,11 @@ def _page_of(page: Page, parts: Sequence[torch.Tensor]) -> Page:
     return Page(layout, page.dtype, master.view(copies, -1), label=label)
 
 
+def _parts(page: Page, rank: int) -> list[slice]:
+    """Where each parameter's part lies in the shard of a rank."""
+    return [page.layout.in_shard(index, rank) for index in range(len(page.layout.slots))]
+
+
 def _batch_of(page: Page, tensors: Sequence[torch.Tensor | None]) -> Batch:
     for slot, tensor in zip(page.layout.slots, tensors, strict=True):
         if tensor is not None:
@@ -281,11 +286,10 @@ def _packed(sharding: Sharding, page: Page, tensors: Sequence[torch.Tensor | Non
 
 def _no_none(sharding: Sharding, page: Page, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """The parts with zeros for None."""
-    ranges = [page.layout.part(slot, sharding.rank) for slot in page.layout.slots]
     given = next(part for part in parts if part is not None)
     return [
-        part if part is not None else given.new_zeros(*given.shape[:-1], stop - start)
-        for part, (start, stop) in zip(parts, ranges, strict=True)
+        part if part is not None else given.new_zeros(*given.shape[:-1], mine.stop - mine.start)
+        for part, mine in zip(parts, _parts(page, sharding.rank), strict=True)
     ]
 
 

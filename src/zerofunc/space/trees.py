@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from zerofunc.module.sharding import Sharding, place_of, sharding_of
-from zerofunc.pages.pager import Page, Pager
+from zerofunc.pages.page import Page
+from zerofunc.pages.pager import Pager
 from zerofunc.pages.parts import plain
 from zerofunc.ranks.buffers import outside_transforms
 from zerofunc.space.transposed import Mean, Part
@@ -38,23 +39,23 @@ def gathered(
     """
     is_module = isinstance(module_or_params, nn.Module)
     parameters = list(module_or_params.parameters() if is_module else module_or_params)  # type: ignore[union-attr,arg-type]
-    places: dict[Pager, dict[Page, None]] = {}
+    pages: dict[Pager, dict[Page, None]] = {}
     for parameter in parameters:
         if (place := place_of(parameter)) is not None:
-            places.setdefault(place[0], {})[place[1]] = None
-    if not places and parameters:
+            pages.setdefault(place[0], {})[place[1].page] = None
+    if not pages and parameters:
         raise ValueError("gathered() was given no parameter of a sharded module")
-    for pager in places:
+    for pager in pages:
         if not 0 <= writer < pager.axes.num_ranks:
             raise ValueError(f"writer is {writer}; expected a rank from 0 to {pager.axes.num_ranks - 1}")
-    ordered = {pager: sorted(pages, key=lambda page: page.layout.index) for pager, pages in places.items()}
+    ordered = {pager: sorted(held, key=lambda page: page.layout.index) for pager, held in pages.items()}
     with ExitStack() as stack:
-        for pager, pages in ordered.items():
-            stack.enter_context(pager.pinned(pages))
+        for pager, held in ordered.items():
+            stack.enter_context(pager.pinned(held))
         yield
         if write:
-            for pager, pages in ordered.items():
-                pager.take_from(writer, pages)
+            for pager, held in ordered.items():
+                pager.take_from(writer, held)
 
 
 def full_state(module: nn.Module, rank: int | None = None, with_frozen: bool = True) -> dict[str, Any]:
@@ -93,14 +94,14 @@ def full_gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
     sharding = sharding_of(module)
     parts = _gradients(sharding)
     full: dict[str, torch.Tensor | None] = dict.fromkeys(
-        name for name in sharding.slots if sharding.shard(name).requires_grad
+        name for name in sharding.places if sharding.shard(name).requires_grad
     )
     full.update(_unshard(sharding, parts))
     return full
 
 
 def _gradients(sharding: Sharding, among: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    names = sharding.slots if among is None else among
+    names = sharding.places if among is None else among
     return {name: shard.grad for name in names if (shard := sharding.shard(name)).grad is not None}
 
 
@@ -122,7 +123,7 @@ def unshard(module: nn.Module, tree: Tree) -> dict[str, torch.Tensor]:
                 f"unshard() of {name!r} inside a transform, which depends on what is transformed: no derivative goes "
                 "through unshard. Use zerofunc.functional_call, or unshard the transform's result."
             )
-        if name not in sharding.slots:
+        if name not in sharding.places:
             raise ValueError(f"{name!r} is not a parameter of {type(module).__name__}")
         if part.shape != sharding.shard(name).shape:
             raise ValueError(
@@ -158,14 +159,13 @@ def reshard(module: nn.Module, full: Tree) -> dict[str, torch.Tensor]:
     sharding = sharding_of(module)
     parts = {}
     for name, tensor in full.items():
-        if name not in sharding.slots:
+        if name not in sharding.places:
             raise ValueError(f"{name!r} is not a parameter of {type(module).__name__}")
-        page, index = sharding.slots[name]
-        shape = page.layout.slots[index].shape
-        if tensor.shape != shape:
-            raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}; the parameter has {tuple(shape)}")
-        mine = _range(sharding, name)
-        parts[name] = Part.apply(tensor.reshape(-1), mine.start, mine.stop, page.layout.num_shards)
+        place = sharding.places[name]
+        if tensor.shape != place.shape:
+            raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}; the parameter has {tuple(place.shape)}")
+        mine = place.range(sharding.rank)
+        parts[name] = Part.apply(tensor.reshape(-1), mine.start, mine.stop, place.page.layout.num_shards)
     return parts
 
 
@@ -187,19 +187,11 @@ def draw(module: nn.Module, seed: int, kind: Literal["normal", "rademacher"] = "
     sharding = sharding_of(module)
     parts: dict[str, torch.Tensor] = {}
     with outside_transforms():  # inside a transform it is a constant
-        for name, (page, index) in sharding.slots.items():
+        for name, place in sharding.places.items():
             if sharding.shard(name).requires_grad:
-                full = _drawn(page.layout.slots[index].shape, f"{seed} {name}", kind).reshape(-1)
-                parts[name] = full[_range(sharding, name)].to(page.master.device, page.master.dtype, copy=True)
+                full, master = _drawn(place.shape, f"{seed} {name}", kind).reshape(-1), place.page.master
+                parts[name] = full[place.range(sharding.rank)].to(master.device, master.dtype, copy=True)
     return parts
-
-
-def _range(sharding: Sharding, name: str) -> slice:
-    """Where this rank's part lies in the flattened parameter."""
-    page, index = sharding.slots[name]
-    mine, slot = page.part(index, sharding.rank), page.layout.slots[index]
-    start = min(max(mine.start - slot.offset, 0), slot.numel)
-    return slice(start, start + mine.stop - mine.start)
 
 
 def _drawn(shape: torch.Size, seed: str, kind: str) -> torch.Tensor:
@@ -229,9 +221,9 @@ def overflowing(module: nn.Module, among: Collection[str]) -> list[str]:
     """Collective. Names of the parameters whose gradient has an infinity or a NaN, in the module's order."""
     sharding = sharding_of(module)
     gradients = _gradients(sharding, among)
-    flags = [name in gradients and not gradients[name].isfinite().all() for name in sharding.slots]
+    flags = [name in gradients and not gradients[name].isfinite().all() for name in sharding.places]
     found = sharding.axes.any(torch.tensor(flags, dtype=torch.uint8))
-    return [name for name, flag in zip(sharding.slots, found.tolist(), strict=True) if flag]
+    return [name for name, flag in zip(sharding.places, found.tolist(), strict=True) if flag]
 
 
 def clip_grad_norm_(module: nn.Module, max_norm: float) -> torch.Tensor:

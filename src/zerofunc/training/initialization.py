@@ -130,7 +130,7 @@ def _agree_with_former(sharding: Sharding, config: Config) -> None:
     sharding.refuse_other(policy)
     sharding.settings.update(policy)
     sharding.reducer.discard()
-    for name in sharding.slots:
+    for name in sharding.places:
         sharding.shard(name).grad = None
 
 

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 from zerofunc.config import Config
 from zerofunc.module.sharding import Usage
-from zerofunc.pages.pager import Page
+from zerofunc.pages.page import Page
 from zerofunc.ranks.collectives import joined_ranks
 from zerofunc.training.monitoring import Event, Monitor
 

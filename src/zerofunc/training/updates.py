@@ -52,8 +52,8 @@ def unscale_and_clip(
 def _trained(sharding: Sharding, optimizer: Optimizer) -> list[str]:
     """Names of the parameters that an optimizer steps; all, where it has tensors of its own in their place."""
     stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    names = [name for name in sharding.slots if id(sharding.shard(name)) in stepped]
-    return names if len(names) == len(stepped) else list(sharding.slots)
+    names = [name for name in sharding.places if id(sharding.shard(name)) in stepped]
+    return names if len(names) == len(stepped) else list(sharding.places)
 
 
 def _report_overflow(module: nn.Module, trained: list[str], before: float, scaler: LossScaler, step: int) -> None:

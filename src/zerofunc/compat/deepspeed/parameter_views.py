@@ -44,18 +44,18 @@ class ZeroParameter(PagedTensor):
     @property
     def ds_tensor(self) -> torch.Tensor:
         """This rank's part of its master, 1-D."""
-        return self._page.shards[self._page.layout.slots.index(self._slot)].detach()
+        return self._place.shard.detach()
 
     @property
     def ds_status(self) -> ZeroParamStatus:
         """Whether it is held resident now."""
-        is_available = self._pager.is_pinned(self._page) or self.ds_persist
+        is_available = self._pager.is_pinned(self._place.page) or self.ds_persist
         return ZeroParamStatus.AVAILABLE if is_available else ZeroParamStatus.NOT_AVAILABLE
 
     @property
     def ds_persist(self) -> bool:
         """Whether it always stays resident."""
-        return self._pager.is_persistent(self._page)
+        return self._pager.is_persistent(self._place.page)
 
 
 def with_views(module: nn.Module) -> None:

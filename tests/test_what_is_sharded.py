@@ -257,7 +257,7 @@ def test_other_settings_of_a_second_engine_are_named():
     message = r"sharded already, with other settings: stage is 2, asked for now: 3; page_bytes is 160, .*: 320\. .*anew"
     with pytest.raises(ValueError, match=message):
         engine_of(module, 3, zerofunc={"page_bytes": 320})
-    with pytest.raises(ValueError, match="gradient_allreduce_op is 'mean', asked for now: 'sum'"):
+    with pytest.raises(ValueError, match="reduction.average is True, asked for now: False"):
         engine_of(module, 2, gradient_allreduce_op="sum")
     assert zerofunc.shard(module, **_options(engine_of(module, 2))) is module
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from zerofunc.gradients.policy import BackwardPlan
 from zerofunc.pages.page import Page
 from zerofunc.ranks.collectives import Work
 
@@ -49,6 +50,7 @@ class Backward:
         local: For each page, what has come before its reduction was started,
         late: and what has come afterwards.
         borrowed: For each page, what earlier backwards had left on this rank and this one has begun to reduce.
+        plan: What it does with its gradients; None until that was asked.
         started: Number of pages, from the last one, whose reduction was started here.
         known: How many of those every rank is known to have started.
         is_alone: Whether reductions may be started without an exchange: no other module's can come between these.
@@ -59,6 +61,7 @@ class Backward:
         self.number = number
         self.endings: weakref.WeakSet[Ending] = weakref.WeakSet()
         self.is_owned = False
+        self.plan: BackwardPlan | None = None
         slots = [{slot for slot, p in enumerate(page.parameters) if p.requires_grad} for page in pages]
         self.trainable = [bool(trainable) for trainable in slots]
         self.expected = slots if reported is None else [a & b for a, b in zip(slots, reported, strict=True)]

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
 from zerofunc.gradients.backwards import Backward, Flight, Local, collected, current_ending
+from zerofunc.gradients.policy import BackwardPlan, Conductor, ReductionPolicy
 from zerofunc.pages.page import Page
 from zerofunc.pages.parts import own_grad, set_own_grad
 from zerofunc.ranks.buffers import BufferPool, alias, below_transforms
@@ -34,39 +35,26 @@ class Reducer:
     Attributes:
         number: The module's, among those that are sharded over the same ranks.
         place: Its place in the order in which backwards end; ranks create the modules that they share in one order.
-        sync: Whether the next backward ends in a reduction. Otherwise gradients add up on this rank, full.
-        scale: Factor on the gradients of a backward.
-        weight: Factor on this rank's gradients among those of all ranks.
-        average: Whether gradients are averaged over the ranks; otherwise they are added up.
-        accumulate_in: Data type that gradients are added up in, before and after reductions; the shards' own where
-            None. ``shard.grad`` keeps the shard's type, with values of this one.
-        communicate_in: Data type that gradients are reduced in; the one that they are kept in where None.
-        need_all: Whether a trainable parameter without a gradient is an error.
+        policy: How gradients are averaged.
+        conductor: Whom a backward asks for its plan.
         in_flight: The most pages whose reduction is under way; each holds a full page of gradient.
         keep_idle: Whether full-page buffers are kept from one backward to the next.
         owed: Whether a backward ended without the reduction that it needs.
         num_steps: Optimizer steps of the module so far. Ranks compare them when a backward ends.
         assigned: Whether a gradient was assigned to a parameter by hand, which needs one.
-        guard: Called when a backward first reports a gradient; it may raise to forbid the backward.
-        phase: Makes the context in which reductions run, such as a timer's.
     """
 
-    def __init__(self, axes: Axes, pages: list[Page], in_flight: int, keep_idle: bool, number: int = 0) -> None:
+    def __init__(
+        self, axes: Axes, pages: list[Page], policy: ReductionPolicy, in_flight: int, keep_idle: bool, number: int = 0
+    ) -> None:
         self.axes = axes
         self.pages = pages
+        self.policy = policy
+        self.conductor = Conductor()
         self.in_flight = in_flight
         self.keep_idle = keep_idle
         self.number = number
         self.place = next(_created)
-        self.sync = True
-        self.scale = 1.0
-        self.weight = 1.0
-        self.average = True
-        self.accumulate_in: torch.dtype | None = None
-        self.communicate_in: torch.dtype | None = None
-        self.need_all = False
-        self.guard: Callable[[], None] = lambda: None
-        self.phase: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
         self.pool = BufferPool()
         self.owed = False
         self.num_steps = 0
@@ -90,27 +78,28 @@ class Reducer:
                 parameter.requires_grad_(trainable)
 
     def backward(self) -> AbstractContextManager[None]:
-        """Collective where ``sync``. One backward, with all that it calls: it is ended with the context.
+        """Collective where it is planned so. One backward, with all that it calls: it is ended with the context.
 
         A rank whose loss reaches none of the parameters takes part likewise.
         """
         return collected(self)
 
     def take(self, number: int, slot: int, gradient: torch.Tensor) -> None:
-        """Collective where ``sync``. Add one parameter's local gradient to the backward that is running."""
+        """Collective where it is planned so. Add one parameter's local gradient to the backward that is running."""
         ending = current_ending()
         if self not in ending.reached:
-            self.guard()
+            self.conductor.admit()
             ending.reached[self] = None
         backward = self._live() or self._begin()
         backward.is_owned = True
         backward.endings.add(ending)
+        plan = self._plan_of(backward)
         with below_transforms():
             is_late = len(self.pages) - number <= backward.started
             local = (backward.late if is_late else backward.local)[number]
-            self._pack(local, self.pages[number], slot, gradient.detach())
-            if self.sync and not is_late:
-                with self.phase("reduce"):
+            self._pack(local, self.pages[number], slot, gradient.detach(), self._factor(plan))
+            if plan.sync and not is_late:
+                with self.conductor.phase("reduce"):
                     self._advance(backward)
 
     def _live(self) -> Backward | None:
@@ -133,6 +122,15 @@ class Reducer:
         self._running = Backward(self._begun, self.pages, self._reported, is_alone)
         return self._running
 
+    def _plan_of(self, backward: Backward) -> BackwardPlan:
+        if backward.plan is None:
+            backward.plan = self.conductor.plan()
+        return backward.plan
+
+    def _factor(self, plan: BackwardPlan) -> float:
+        """What this rank's gradients are multiplied by before they are summed over the ranks."""
+        return plan.scale * plan.weight / (self.axes.num_ranks if self.policy.average else 1)
+
     def is_trainable(self) -> bool:
         """Whether a parameter of the module requires a gradient."""
         return any([parameter.requires_grad for page in self.pages for parameter in page.parameters])
@@ -145,7 +143,7 @@ class Reducer:
         The number is that of the next backward where none runs.
         """
         backward = self._live()
-        if backward is None or not self.sync:
+        if backward is None or not (backward.plan or self.conductor.plan()).sync:
             return self._begun + 1, 0
         return backward.number, backward.num_ready()
 
@@ -190,14 +188,13 @@ class Reducer:
                 self.axes.main.ask(self)
             backward.land(max(0, len(backward.flights) - 1))
 
-    def _pack(self, local: Local, page: Page, slot: int, gradient: torch.Tensor) -> None:
+    def _pack(self, local: Local, page: Page, slot: int, gradient: torch.Tensor, factor: float) -> None:
         layout = page.layout.slots[slot]
         if local.buffer is None:
             local.buffer = self._take(page)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         place = local.buffer.as_strided(layout.shape, layout.stride, layout.offset)
-        factor = self.scale * self.weight / (self.axes.num_ranks if self.average else 1)
         if factor == 0:  # an infinity counts nothing either
             gradient = torch.zeros_like(gradient)
         if slot in local.written:
@@ -215,7 +212,8 @@ class Reducer:
     def _kept_in(self, page: Page) -> torch.dtype:
         """What gradients of a page are added up in."""
         dtype = page.master.dtype
-        return self.accumulate_in if self.accumulate_in and dtype == torch.float32 else dtype
+        wanted = self.policy.accumulate_in
+        return wanted if wanted and dtype == torch.float32 else dtype
 
     def _start_next(self, backward: Backward) -> None:
         """Collective. Start the reduction of the next page; what did not report counts as zero."""
@@ -232,8 +230,8 @@ class Reducer:
     def _reduction(self, backward: Backward, page: Page, local: Local, place: int, what: str) -> Flight:
         """Collective. Start to sum a page's gradient over the main axis, this rank's part."""
         full = self._filled(local, page)
-        if self.communicate_in is not None:
-            full = full.to(self.communicate_in)
+        if self.policy.communicate_in is not None:
+            full = full.to(self.policy.communicate_in)
         label = f"reduction of the {what} of {page.label} in backward {backward.number}"
         if page.layout.num_shards == 1:
             return Flight(page, full, self.axes.replicate.all_reduce(full, label), place)
@@ -265,13 +263,16 @@ class Reducer:
         return local.buffer
 
     def finish(self) -> None:
-        """Collective where ``sync``. End the backward: reduce the pages that are left, and set ``shard.grad``."""
+        """Collective where it is planned so. End the backward: reduce what is left of it, and set ``shard.grad``."""
         backward = self._live() or self._begin()
+        self._end(backward, self._plan_of(backward).sync, self.policy.need_all)
+
+    def _end(self, backward: Backward, sync: bool, need_all: bool) -> None:
         backward.is_owned = False  # its graph task may be gone already, where an engine ends it
-        with below_transforms(), self.phase("reduce"):
-            if self.sync:
+        with below_transforms(), self.conductor.phase("reduce"):
+            if sync:
                 try:
-                    self._average(backward)
+                    self._average(backward, need_all)
                 except BaseException:
                     self.forget_failed()
                     raise
@@ -285,18 +286,14 @@ class Reducer:
         if not self.keep_idle:
             self.pool.clear()
             self.axes.shard.free_buffers()
-        self.owed = not self.sync
+        self.owed = not sync
 
     def reduce_owed(self) -> None:
         """Collective where gradients are left on the ranks, of a backward or assigned. Later ones add to them."""
         if not (self.owed or self.assigned):
             return
-        need_all, self.need_all = self.need_all, self.need_all and self.owed  # one may assign to some parameters only
-        try:
-            with self.settings(True, 1.0):
-                self.finish()
-        finally:
-            self.need_all = need_all
+        need_all = self.policy.need_all and self.owed  # one may assign to some parameters only
+        self._end(self._live() or self._begin(), True, need_all)
 
     # -- what is done by hand -------------------------------------------------------------------------------------
 
@@ -321,16 +318,14 @@ class Reducer:
         if not self.assigned:
             return
         self.assigned = False
-        weight, self.weight = self.weight, 1.0
-        with self.settings(self.sync, 1.0), below_transforms():
+        with below_transforms():
             for page, local in zip(self.pages, self._accumulated, strict=True):
                 for slot, shard in enumerate(page.shards):
                     gradient, shard.assigned = shard.assigned, None
                     if gradient is not None:
-                        self._pack(local, page, slot, gradient)
-        self.weight = weight
+                        self._pack(local, page, slot, gradient, self._factor(BackwardPlan()))
 
-    def _average(self, backward: Backward) -> None:
+    def _average(self, backward: Backward, need_all: bool) -> None:
         self.axes.agree(f"end of a backward of module {self.number} after {self.num_steps} optimizer steps")
         while backward.started < len(self.pages):
             self._start_next(backward)
@@ -351,7 +346,7 @@ class Reducer:
         self._sum_over_copies(backward)
         sizes = [len(page.parameters) for page in self.pages]
         reported = dict(zip(self.pages, merged[: len(flags)].split(sizes), strict=True))
-        if self.need_all:
+        if need_all:
             self._refuse_unused(reported)
         slots = [{slot for slot, flag in enumerate(reported[page].tolist()) if flag} for page in self.pages]
         self._reported = [a | b for a, b in zip(self._reported or slots, slots, strict=True)]
@@ -406,16 +401,6 @@ class Reducer:
             for number, accumulated in failed.borrowed.items():
                 self._accumulated[number] = accumulated
             self._abandoned += failed.flights  # may still be written to; no rank waits for it any more
-
-    @contextmanager
-    def settings(self, sync: bool, scale: float) -> Iterator[None]:
-        """Use ``sync`` and ``scale`` inside the context."""
-        before = self.sync, self.scale
-        self.sync, self.scale = sync, scale
-        try:
-            yield
-        finally:
-            self.sync, self.scale = before
 
 
 def _hook(reducer: weakref.ref[Reducer], number: int, slot: int) -> Callable[[torch.Tensor], None]:

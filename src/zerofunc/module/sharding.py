@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from zerofunc.gradients.parameter_gradients import Gradients
+from zerofunc.gradients.policy import ReductionPolicy
 from zerofunc.gradients.reduction import Reducer
 from zerofunc.kernels.selection import select_kernels
 from zerofunc.module.admission import layouts_of, parameters_to_shard, refuse_unlike, refuse_writers, specs_of
@@ -74,7 +75,14 @@ class Sharding:
     """
 
     def __init__(
-        self, module: nn.Module, stage: int, axes: Axes, pages: list[Page], pager: Pager, names: Iterable[str]
+        self,
+        module: nn.Module,
+        stage: int,
+        axes: Axes,
+        pages: list[Page],
+        pager: Pager,
+        names: Iterable[str],
+        policy: ReductionPolicy,
     ) -> None:
         self.module = weakref.ref(module)
         self.stage = stage
@@ -91,7 +99,7 @@ class Sharding:
             page.label = f"{page.layout.label} of module {number}"
         differentiable = [page for page in pages if page.dtype.is_floating_point]
         in_flight = 1 if stage >= 2 else len(pages)
-        self.reducer = Reducer(axes, differentiable, in_flight, keep_idle=stage < 2, number=number)
+        self.reducer = Reducer(axes, differentiable, policy, in_flight, keep_idle=stage < 2, number=number)
         self.reducer.attach()
         self.gradients = Gradients(axes, self.reducer)
         self.gradients.attach()
@@ -110,7 +118,7 @@ class Sharding:
             return None
         pager = memo[id(self.pager)] = copy.deepcopy(self.pager, memo)
         pages = [copy.deepcopy(page, memo) for page in self.pages]
-        return Sharding(memo[id(module)], 3, self.axes, pages, pager, self.places)
+        return Sharding(memo[id(module)], 3, self.axes, pages, pager, self.places, self.reducer.policy)
 
     @property
     def rank(self) -> int:
@@ -150,10 +158,11 @@ class Sharding:
         Raises:
             ValueError: With each setting that differs.
         """
+        ours, theirs = _one_by_one(self.settings), _one_by_one(settings)
         other = [
-            f"{name} is {self.settings[name]!r}, asked for now: {value!r}"
-            for name, value in settings.items()
-            if name in self.settings and self.settings[name] != value
+            f"{name} is {ours[name]!r}, asked for now: {value!r}"
+            for name, value in theirs.items()
+            if name in ours and ours[name] != value
         ]
         if other:
             raise ValueError(
@@ -225,6 +234,14 @@ class Sharding:
         )
 
 
+def _one_by_one(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by name, those of the reduction each for itself."""
+    found = {name: value for name, value in settings.items() if not isinstance(value, ReductionPolicy)}
+    for name in settings.keys() - found.keys():
+        found.update({f"{name}.{field}": value for field, value in vars(settings[name]).items()})
+    return found
+
+
 @dataclass(frozen=True)
 class _Owner:
     sharding: weakref.ref[Sharding]
@@ -279,6 +296,7 @@ def shard(
     timeout_s: float | None = None,
     second_order: bool = False,
     broadcast_buffers: bool = False,
+    reduction: ReductionPolicy | None = None,
 ) -> nn.Module:
     """Collective. Shard a module's parameters over the data-parallel ranks, in place, and return it.
 
@@ -307,6 +325,7 @@ def shard(
             :func:`zerofunc.second_order`.
         broadcast_buffers: Begin every forward in training mode with the first rank's buffers, as DDP does. By default
             they are each rank's own after the start, such as BatchNorm's running statistics.
+        reduction: How gradients are averaged: over the ranks, in the shards' data type, by default.
 
     Raises:
         ValueError: If the stage, a size or a module name is not valid, the module is part of a graph or was sharded
@@ -316,6 +335,7 @@ def shard(
         raise ValueError(f"stage is {stage!r}; expected 0, 1, 2 or 3")
     if page_bytes < 1 or resident_bytes < 0 or persistence_bytes < 0 or (timeout_s is not None and timeout_s <= 0):
         raise ValueError("page_bytes and timeout_s must be positive, resident_bytes and persistence_bytes not negative")
+    reduction = reduction or ReductionPolicy()
     settings = {name: value for name, value in locals().items() if name != "module"}
     settings["unsplit"] = unsplit = sorted(unsplit)
     if isinstance(module.__dict__.get("_zerofunc"), Sharding):
@@ -342,7 +362,7 @@ def shard(
             page = build_page(layout, page_parameters, stage, axes, low_precision_masters, masters_on_cpu)
             replace_parameters(page, page_parameters, pager)  # which frees what they held before
             pages.append(page)
-    sharding = module.__dict__["_zerofunc"] = Sharding(module, stage, axes, pages, pager, parameters)
+    sharding = module.__dict__["_zerofunc"] = Sharding(module, stage, axes, pages, pager, parameters, reduction)
     sharding.settings = settings
     if unfilled:
         with first_rank_numbers(axes), torch.no_grad():

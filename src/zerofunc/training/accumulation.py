@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from zerofunc.gradients.reduction import Reducer
-
 
 class Accumulation:
-    """Counts the micro-steps between steps, and tells the reducer when to reduce.
+    """Counts the micro-steps between steps.
 
     Stages 0 and 1 reduce at the boundary; 2 and 3 keep no full gradient, so they reduce at every backward.
 
@@ -22,15 +20,13 @@ class Accumulation:
         context: Name of the context that holds reductions back, or empty.
     """
 
-    def __init__(self, reducer: Reducer, stage: int, num_steps: int, is_managed: bool) -> None:
+    def __init__(self, stage: int, num_steps: int, is_managed: bool) -> None:
         self.micro_steps = self.place = self.backwards = 0
         self.boundary: bool | None = None
         self.context = ""
-        self._reducer = reducer
         self._stage = stage
         self.num_steps = num_steps
         self._is_managed = is_managed
-        self._plan()
 
     @property
     def is_due(self) -> bool:
@@ -44,11 +40,15 @@ class Accumulation:
         """Whether the micro-step that is being made updates the parameters."""
         return self.is_due or not self._is_managed
 
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the next backward ends in a reduction."""
+        return (self._stage >= 2 or self.is_due) and not self.context
+
     def count(self, stepped: bool) -> None:
         """Local. A micro-step was made."""
         self.micro_steps += 1
         self.place, self.backwards = (0, 0) if stepped else (self.place + 1, self.backwards)
-        self._plan()
 
     def state(self) -> dict[str, int]:
         """Where it stands."""
@@ -69,18 +69,11 @@ class Accumulation:
         self.micro_steps = state["micro_steps"]
         self.place = state["place"] * self.num_steps // state["num_steps"]
         self.backwards = state["backwards"] * self.num_steps // state["num_steps"]
-        self._plan()
 
     def set_boundary(self, is_boundary: bool) -> None:
         """Local. What the user says of all micro-steps from now on."""
         self.need_managed("set_gradient_accumulation_boundary")
         self.boundary = is_boundary
-        self._plan()
-
-    def set_num_steps(self, num_steps: int) -> None:
-        """Local. Change the number of micro-steps per step."""
-        self.num_steps = num_steps
-        self._plan()
 
     @contextmanager
     def held_back(self, name: str) -> Iterator[None]:
@@ -88,18 +81,12 @@ class Accumulation:
         if self.context:
             raise RuntimeError(f"{name}() inside {self.context}()")
         self.context = name
-        self._plan()
         try:
             yield
         finally:
             self.context = ""
-            self._plan()
 
     def need_managed(self, name: str) -> None:
         """Raise RuntimeError if the user counts micro-steps, so that ``name`` has no meaning."""
         if not self._is_managed:
             raise RuntimeError(f"{name}() needs managed_gradient_accumulation, which the config turns off")
-
-    def _plan(self) -> None:
-        self._reducer.sync = (self._stage >= 2 or self.is_due) and not self.context
-        self._reducer.scale = 1.0 / self.num_steps

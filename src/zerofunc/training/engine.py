@@ -20,13 +20,14 @@ from torch.utils.data import Dataset, Sampler
 from zerofunc.config import Config
 from zerofunc.data.batch_losses import LossFunction, loss_of, on_device
 from zerofunc.data.loaders import RankLoader, RepeatingLoader, rank_loader
-from zerofunc.gradients.backwards import is_collecting
+from zerofunc.gradients.policy import Conductor
 from zerofunc.kernels.selection import explain_second_order
 from zerofunc.module.sharding import Usage, sharding_of, shards
 from zerofunc.space.trees import full_state, mean
 from zerofunc.training.accumulation import Accumulation
 from zerofunc.training.checkpointing import Resumable
-from zerofunc.training.precision import autocast, cast_floating, input_dtype, loss_scaler, needs_loss_scale
+from zerofunc.training.conductor import EngineConductor
+from zerofunc.training.precision import autocast, cast_floating, input_dtype, loss_scaler
 from zerofunc.training.progress import Progress, Step, log_state
 from zerofunc.training.readings import Readings
 from zerofunc.training.updates import forget_together, unscale_and_clip
@@ -78,17 +79,17 @@ class Engine(Readings, Resumable, nn.Module):
         self.loss_scaler = loss_scaler(config)
         self._sharding = sharding_of(module)
         self._reducer = self._sharding.reducer
-        self._reducer.guard = self._guard
         stage, num_steps = self._sharding.stage, config.gradient_accumulation_steps
-        self._accumulation = Accumulation(self._reducer, stage, num_steps, config.managed_gradient_accumulation)
-        self._is_scaled = False  # whether the backward that runs came through a scaled loss
+        self._accumulation = Accumulation(stage, num_steps, config.managed_gradient_accumulation)
         self._grad_norm: torch.Tensor | None = None
         self._step_applied = self._overflowed = False
         self._batches: Iterator[Any] | None = None
         if optimizer is not None:
             forget_together(optimizer, self._reducer)
         self._progress = Progress(config, self.global_rank, self.device)
-        self._phase = self._reducer.phase = self._progress.timers.phase
+        self._phase = self._progress.timers.phase
+        self._conductor = EngineConductor(config, stage, self._accumulation, self._phase)
+        self._reducer.conductor = self._conductor
         if config.dump_state and self.global_rank == 0:
             log_state(config, self._sharding.pages)
 
@@ -133,9 +134,9 @@ class Engine(Readings, Resumable, nn.Module):
         _check_loss(loss, "backward")
         self._need_optimizer()
         share = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-        sync, scale = self._reducer.sync, self.loss_scaler.scale
+        scale = self.loss_scaler.scale
         try:
-            with self._phase("backward"), self._reducer.settings(sync, share), self._reducer.backward():
+            with self._phase("backward"), self._conductor.counting(share), self._reducer.backward():
                 (loss * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
         except BaseException as error:
             self._reducer.forget_failed()
@@ -158,33 +159,8 @@ class Engine(Readings, Resumable, nn.Module):
         _check_loss(loss, "scale")
         self._need_optimizer()
         scaled = loss * self.loss_scaler.scale
-        scaled.register_hook(self._note_scaled)
+        self._conductor.let_pass(scaled)
         return scaled
-
-    def _note_scaled(self, gradient: torch.Tensor) -> None:
-        """Let the backward that is running, and those inside it, pass :meth:`_guard`."""
-        self._is_scaled = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._forget_scaled)
-
-    def _forget_scaled(self) -> None:
-        self._is_scaled = False
-
-    def _guard(self) -> None:
-        """Refuse a ``loss.backward()`` that would leave wrong gradients."""
-        if is_collecting():  # of this engine, or of another one whose loss goes through this one's module
-            return
-        if needs_loss_scale(self.config) and not self._is_scaled:
-            cause = "fp16" if self.fp16_enabled() else "torch_autocast to float16"
-            raise RuntimeError(
-                f"Loss scaling is required for this configuration ({cause}), but backward() was called directly on a "
-                "tensor. Use engine.backward(loss), or engine.scale(loss).backward()."
-            )
-        if self._sharding.stage == 0 and not self._is_scaled and not self.config.zerofunc.direct_backward:
-            raise RuntimeError(
-                "Direct calls to tensor.backward() are not supported at ZeRO stage 0. Use engine.backward(loss), or "
-                'allow them in the config: "zerofunc": {"direct_backward": true}.'
-            )
-        self._accumulation.backwards += 1
 
     # -- step ---------------------------------------------------------------------------------------------------
 
@@ -201,7 +177,7 @@ class Engine(Readings, Resumable, nn.Module):
             context = self._accumulation.context
             raise RuntimeError(f"It is illegal to call Engine.step() inside {context} context manager")
         optimizer = self._need_optimizer()
-        self._step_applied = self._is_scaled = False
+        self._step_applied = self._conductor.is_scaled = False
         is_due = self._accumulation.is_due_in_step
         if is_due:
             with self._phase("step"):
@@ -243,7 +219,7 @@ class Engine(Readings, Resumable, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Local. Forget all gradients, those not reduced yet included."""
-        self._is_scaled = False  # if a scaled backward failed
+        self._conductor.is_scaled = False  # if a scaled backward failed
         self._reducer.discard()
         for part in shards(self.module, frozen=True).values():
             part.grad = None if set_to_none or part.grad is None else torch.zeros_like(part)
@@ -300,7 +276,7 @@ class Engine(Readings, Resumable, nn.Module):
     def _resize(self, total: int, micro: int, steps: int) -> None:
         names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         self.config = self.config.model_copy(update=dict(zip(names, (total, micro, steps), strict=True)))
-        self._accumulation.set_num_steps(steps)
+        self._accumulation.num_steps = steps
 
     # -- whole batches --------------------------------------------------------------------------------------------
 
@@ -410,7 +386,8 @@ class Engine(Readings, Resumable, nn.Module):
         if self._saver is not None:
             self._saver.close()
         self._progress.close()
-        self._reducer.guard = lambda: None
+        if self._reducer.conductor is self._conductor:
+            self._reducer.conductor = Conductor()
 
     def usage(self) -> Usage:
         """Local. Memory and traffic on this rank, optimizer state included."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,13 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from zerofunc.config import Config, ConfigError, Defaults, LeafModuleConfig, load_config
+from zerofunc.config import Config, ConfigError, Defaults, load_config
 from zerofunc.data.loaders import RankLoader, rank_loader
-from zerofunc.gradients.reduction import Reducer
-from zerofunc.module.admission import is_inside
 from zerofunc.module.sharding import (
-    DEFAULT_PAGE_BYTES,
-    DEFAULT_RESIDENT_BYTES,
     Sharding,
     shard,
     sharding_of,
@@ -32,10 +27,9 @@ from zerofunc.schedules import build_scheduler
 from zerofunc.training.engine import Engine
 from zerofunc.training.precision import DTYPES
 from zerofunc.training.progress import log_to_console
+from zerofunc.training.settings import shard_options
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
-LEAF_MARK = "_z3_leaf"
-"""Attribute of a module that is to be kept whole, as DeepSpeed marks it."""
 
 
 def initialize(
@@ -100,13 +94,12 @@ def initialize(
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     _cast_buffers(model, resolved)
     is_first = "_zerofunc" not in model.__dict__
-    shard(model, resolved.zero_optimization.stage, mesh, **_shard_options(model, resolved))
+    shard(model, mesh=mesh, **shard_options(model, resolved))
     sharding = sharding_of(model)
-    _agree_with_former(sharding, resolved)
+    _begin_anew(sharding, resolved)
     if resolved.zerofunc.rounded_masters and is_first:
         for page in sharding.pages:  # before the optimizer, which may copy them
             page.master.copy_(page.master.to(page.dtype))
-    _set_reduction(sharding.reducer, resolved)
     allow_untested = resolved.zero_allow_untested_optimizer
     sharding.optimizer = made = make_optimizer(model, optimizer, resolved.optimizer, model_parameters, allow_untested)
     schedule = _scheduler(resolved, made, lr_scheduler)
@@ -114,21 +107,15 @@ def initialize(
     return Engine(model, resolved, made, schedule, loader), made, loader, schedule
 
 
-def _agree_with_former(sharding: Sharding, config: Config) -> None:
+def _begin_anew(sharding: Sharding, config: Config) -> None:
     """Local, the same on all ranks. Let a new engine begin on a module that had one before: no gradient is left.
 
     Raises:
-        ValueError: If the former one reduces gradients otherwise.
+        ValueError: If the former one rounded its masters, and this one does not, or the other way round.
     """
-    policy = {
-        "gradient_allreduce_op": config.gradient_allreduce_op,
-        "data_types.grad_accum_dtype": config.data_types.grad_accum_dtype,
-        "communication_data_type": config.communication_data_type,
-        "zero_optimization.ignore_unused_parameters": config.zero_optimization.ignore_unused_parameters,
-        "zerofunc.rounded_masters": config.zerofunc.rounded_masters,
-    }
-    sharding.refuse_other(policy)
-    sharding.settings.update(policy)
+    rounding = {"zerofunc.rounded_masters": config.zerofunc.rounded_masters}
+    sharding.refuse_other(rounding)
+    sharding.settings.update(rounding)
     sharding.reducer.discard()
     for name in sharding.places:
         sharding.shard(name).grad = None
@@ -155,13 +142,6 @@ def _started_ranks(dist_init_required: bool | None, port: int | None) -> int:
     return init_distributed(start_alone=False, master_port=port or DEFAULT_MASTER_PORT)
 
 
-def _set_reduction(reducer: Reducer, config: Config) -> None:
-    reducer.average = config.gradient_allreduce_op == "mean"
-    reducer.accumulate_in = DTYPES.get(config.data_types.grad_accum_dtype or "")
-    reducer.communicate_in = DTYPES.get(config.communication_data_type or "")
-    reducer.need_all = not config.zero_optimization.ignore_unused_parameters
-
-
 def _cast_buffers(model: nn.Module, config: Config) -> None:
     """Cast floating-point buffers where the configuration says so; they keep their type otherwise."""
     dtype = DTYPES.get(config.data_types.buffer_dtype or "")
@@ -169,61 +149,6 @@ def _cast_buffers(model: nn.Module, config: Config) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.to(dtype)
-
-
-def _shard_options(model: nn.Module, config: Config) -> dict[str, Any]:
-    ours, zero = config.zerofunc, config.zero_optimization
-    param_dtype = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
-    itemsize = 4 if param_dtype is None else 2
-    page_bytes, resident_bytes = ours.page_bytes, ours.resident_bytes
-    if page_bytes is None:
-        buckets = [zero.reduce_bucket_size, zero.allgather_bucket_size]
-        if zero.stage == 3:
-            buckets = [zero.stage3_prefetch_bucket_size]
-        page_bytes = min([DEFAULT_PAGE_BYTES, *(bucket * itemsize for bucket in buckets if bucket)])
-    if resident_bytes is None:
-        live = zero.stage3_max_live_parameters
-        resident_bytes = DEFAULT_RESIDENT_BYTES if live is None else live * itemsize
-    persistence_bytes = ours.persistence_bytes
-    if persistence_bytes is None:
-        persistence_bytes = (zero.stage3_param_persistence_threshold or 0) * itemsize
-    limit = zero.stage3_model_persistence_threshold
-    return {
-        "page_bytes": page_bytes,
-        "resident_bytes": resident_bytes,
-        "persistence_bytes": persistence_bytes,
-        "persistence_limit_bytes": math.inf if limit is None else limit * itemsize,
-        "prefetch": ours.prefetch and zero.stage3_prefetch_bucket_size != 0,
-        "unsplit": [*ours.unsplit, *_leaf_modules(model, zero.leaf_module)],
-        "timeout_s": ours.timeout_s,
-        "param_dtype": param_dtype,
-        "low_precision_masters": config.bf16.enabled and config.bf16.bf16_master_weights_and_grads,
-        "masters_on_cpu": any(
-            o is not None and o.device == "cpu" for o in (zero.offload_optimizer, zero.offload_param)
-        ),
-        "second_order": ours.second_order,
-        "broadcast_buffers": ours.broadcast_buffers,
-    }
-
-
-def _leaf_modules(model: nn.Module, leaves: LeafModuleConfig) -> list[str]:
-    """Names of the outermost modules to keep whole: by the configuration (name, end of name, class), or by a mark."""
-    found: list[str] = []
-    for name, module in model.named_modules():
-        is_leaf = (
-            name in leaves.names
-            or any(name.endswith(suffix) for suffix in leaves.name_suffixes)
-            or not class_names(type(module)).isdisjoint(leaves.classes)
-            or module.__dict__.get(LEAF_MARK, False)
-        )
-        if is_leaf and not any(is_inside(name, outer) for outer in found):
-            found.append(name)
-    return found
-
-
-def class_names(kind: type) -> set[str]:
-    """What a configuration may call a class: its name, alone or with its module."""
-    return {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
 
 
 def _scheduler(

@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from zerofunc.gradients.policy import BackwardPlan, Conductor
 from zerofunc.module.sharding import sharding_of
+
+
+class _Weighed(Conductor):
+    """Another conductor, whose plans have a rank's weight in a :class:`Join`."""
+
+    def __init__(self, joined: Join, inner: Conductor) -> None:
+        self.joined = joined
+        self.inner = inner
+
+    def admit(self) -> None:
+        """As the other one."""
+        self.inner.admit()
+
+    def plan(self) -> BackwardPlan:
+        """The other one's plan with the weight."""
+        return replace(self.inner.plan(), weight=self.joined.weight)
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        """As the other one."""
+        return self.inner.phase(name)
 
 
 class Join:
@@ -67,15 +90,24 @@ class Join:
                 if not num_joined:
                     return
                 share = 1.0 if self._over_all else num_ranks / num_joined
-                self._weigh(share if self.has_data else 0.0)
-                yield batch
+                self.weight = share if self.has_data else 0.0
+                with self._weighed():
+                    yield batch
         finally:
-            self._weigh(1.0)
+            self.weight = 1.0
 
-    def _weigh(self, weight: float) -> None:
-        self.weight = weight
-        for sharding in self._shardings:
-            sharding.reducer.weight = weight
+    @contextmanager
+    def _weighed(self) -> Iterator[None]:
+        """Let backwards of the modules count by the weight."""
+        reducers = list(dict.fromkeys(sharding.reducer for sharding in self._shardings))
+        for reducer in reducers:
+            reducer.conductor = _Weighed(self, reducer.conductor)
+        try:
+            yield
+        finally:
+            for reducer in reducers:
+                if isinstance(reducer.conductor, _Weighed):  # a new engine has brought its own
+                    reducer.conductor = reducer.conductor.inner
 
     def _exchange(self, *flags: bool) -> list[int]:
         """Collective. On how many ranks each flag is set."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from zerofunc.training.initialization import LEAF_MARK, class_names
+from zerofunc.training.settings import LEAF_MARK, class_names
 
 __all__ = [
     "get_z3_leaf_modules",

@@ -434,3 +434,48 @@ def test_bad_input_is_refused_on_every_rank():
     with pytest.raises(FloatingPointError, match="finite"):
         curvature.lanczos(lambda v: {name: part / 0 for name, part in v.items()}, module, 2)
     close(case.full(case.hvp(direction)), case.matrices()[0] @ case.full(direction))  # and it still works
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_product_reduces_no_gradient_that_nobody_asked_for(stage):
+    case = Case(stage)
+    where = zerofunc.shards(case.module)
+    direction = {name: torch.ones_like(part) for name, part in where.items()}
+
+    def reductions(run):
+        before = case.module.__dict__["_zerofunc"].axes.moved_bytes
+        result = run()
+        return result, case.module.__dict__["_zerofunc"].axes.moved_bytes - before
+
+    detached = {name: part.detach() for name, part in where.items()}
+    (_, expected), with_gradient = reductions(
+        lambda: torch.func.jvp(torch.func.grad(case.loss), (detached,), (direction,))
+    )
+    product, alone = reductions(lambda: case.hvp(direction))
+    torch.testing.assert_close(product, expected)
+    assert alone < with_gradient
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_product_may_be_pulled_back_at_the_level_at_which_it_was_made(stage):
+    case = Case(stage)
+    where = {name: part.detach() for name, part in zerofunc.shards(case.module).items()}
+    direction = {name: torch.ones_like(part) for name, part in where.items()}
+
+    def product(shards):
+        return curvature.hvp(case.loss, case.module, direction, at=shards)
+
+    _, pull = torch.func.vjp(product, where)
+    plain = pull(direction)[0]
+    zero = torch.zeros((), dtype=torch.float64)
+
+    def pulled(factor):
+        return pull({name: part * (1 + factor) for name, part in direction.items()})[0]
+
+    def twice(factor):
+        return torch.func.jvp(pulled, (factor,), (torch.ones_like(factor),))[0]
+
+    nested = torch.func.jvp(twice, (zero,), (torch.ones_like(zero),))[0]
+    torch.testing.assert_close(nested, plain)

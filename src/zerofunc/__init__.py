@@ -7,6 +7,7 @@ from zerofunc import curvature
 from zerofunc.config import ConfigError
 from zerofunc.data.loaders import RepeatingLoader
 from zerofunc.kernels.selection import second_order
+from zerofunc.module.full_values import gathered
 from zerofunc.module.init import Init
 from zerofunc.module.sharding import Usage, refresh, shard, shards, usage
 from zerofunc.module.weights import load_safetensors
@@ -44,7 +45,7 @@ from zerofunc.saving.foreign import import_checkpoint
 from zerofunc.saving.manifest import CheckpointError
 from zerofunc.space.functional import functional_call, jacfwd
 from zerofunc.space.inner_products import gramian, vdot
-from zerofunc.space.trees import clip_grad_norm_, draw, full_gradients, gathered, mean, reshard, unshard
+from zerofunc.space.trees import clip_grad_norm_, draw, full_gradients, mean, reshard, unshard
 from zerofunc.training.engine import Engine
 from zerofunc.training.initialization import initialize
 from zerofunc.training.join import Join, join

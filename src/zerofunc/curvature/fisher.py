@@ -146,7 +146,7 @@ def _squared_gradients(
             tapped: dict[str, torch.Tensor] = {}
             for page in pages:
                 names = [slot.name for slot in page.layout.slots]
-                full = Gather.apply(sharding, page, True, *(shards[name] for name in names))
+                full = Gather.apply(sharding, page, True, None, *(shards[name] for name in names))
                 tapped.update((name, Tap.apply(p, measure, p)[0]) for name, p in zip(names, full, strict=True))
 
             def model(*args: Any, **kwargs: Any) -> Any:

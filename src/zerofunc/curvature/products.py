@@ -13,7 +13,8 @@ from torch import nn
 
 from zerofunc.curvature.vectors import Product, Tree, misfit, not_positive, probe_seed, refuse, scalar, trainable
 from zerofunc.module.sharding import sharding_of
-from zerofunc.space.transposed import Total, tangents_only
+from zerofunc.space.functional import PulledShards
+from zerofunc.space.transposed import TangentPull, Total
 from zerofunc.space.trees import draw
 
 # -- products ---------------------------------------------------------------------------------------------------------
@@ -44,8 +45,9 @@ def hvp(
     where = _point(module, direction, at)
 
     def gradient(shards: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        value, pull = torch.func.vjp(functools.partial(scalar, loss), shards)  # type: ignore[misc]
-        with tangents_only():
+        tangents_only = TangentPull()
+        value, pull = torch.func.vjp(lambda own: scalar(loss, PulledShards(own, tangents_only)), shards)  # type: ignore[misc]
+        with tangents_only.running():
             return pull(torch.ones_like(value), retain_graph=False)[0]
 
     return _map(lambda v: torch.func.jvp(gradient, (where,), (v,))[1], direction, chunk_size)

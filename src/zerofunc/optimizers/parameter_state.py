@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofunc.module.full_values import gathered
 from zerofunc.module.sharding import Sharding, owner_of, place_of
 from zerofunc.optimizers.logical import LogicalOptimizer, whole_optimizer
-from zerofunc.space.trees import gathered, reshard, unshard
+from zerofunc.space.trees import reshard, unshard
 
 __all__ = [
     "GatheredParameters",

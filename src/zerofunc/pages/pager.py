@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from zerofunc.pages.page import Page
+from zerofunc.pages.read_order import ReadOrder
 from zerofunc.ranks.buffers import BufferPool, below_transforms, uncompiled
 from zerofunc.ranks.collectives import Axes, Done, Work
 
@@ -60,8 +61,7 @@ class Pager:
         self._pinned: dict[Page, int] = {}
         self._persistent: set[Page] = set()
         self._uneven: set[Page] = set()  # pinned pages whose gathered copies differ between ranks
-        self._successor: dict[tuple[Page | None, Page], tuple[Page, bool]] = {}  # and whether it was so twice
-        self._recent: tuple[Page | None, Page | None] = (None, None)
+        self._order = ReadOrder()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Pager:
         """A pager of its own over the same ranks, nothing resident."""
@@ -104,12 +104,14 @@ class Pager:
                 self._gather(page)
             resident = self._resident[page]
         first = page.unit[0] if page.unit else page
-        if self._recent[1] is not first and page not in self._pinned:  # ranks may read pinned pages in any order
+        if self._order.last is not first and page not in self._pinned:  # ranks may read pinned pages in any order
             for member in self._unit(page):
                 if member in self._resident:
                     self._resident.move_to_end(member)
-            if page.shards:  # a page of given values is not read again in the next step
-                self._turn_to(first)
+            if page.shards and self.prefetch:  # a page of given values is not read again in the next step
+                following = self._order.next_after(first)
+                if following is not None:
+                    self._prefetch(first, following)
         resident.wait()
         return resident.buffer
 
@@ -154,17 +156,6 @@ class Pager:
                 self._drop(page)
             self._uneven &= self._pinned.keys()
             self._make_room(0)
-
-    def take_from(self, rank: int, pages: Iterable[Page]) -> None:
-        """Collective. Replace the parameters and shards of some pages by what one rank's parameters hold."""
-        with below_transforms():
-            for page in pages:
-                flat = self.read(page)
-                self.axes.broadcast(flat, f"broadcast of {page.label}", rank)
-                page.take_over(flat, range(len(page.shards)), self.axes.shard.rank)
-                if page.full is None:
-                    self.wrote(page, flat, same_on_all_ranks=True)
-                page.note_changes()
 
     def release(self) -> None:
         """Local, the same on all ranks. Evict every page that is not pinned, and free its buffer."""
@@ -228,20 +219,9 @@ class Pager:
                 held -= page.gathered_bytes
                 self._drop(page)
 
-    def _turn_to(self, page: Page) -> None:
-        """Learn which page followed the last two (a forward and its backward run opposite ways), and prefetch.
-
-        Only a page that followed twice in a row is gathered ahead: a wrong guess would cost a gather and an eviction.
-        """
-        if not self.prefetch:  # nothing to learn for, and what is learnt keeps pages alive
-            return
-        before, last = self._recent
-        if last is not None:
-            known = self._successor.get((before, last))
-            self._successor[(before, last)] = (page, known is not None and known[0] is page)
-        self._recent = (last, page)
-        following, is_sure = self._successor.get((last, page), (page, False))
-        if not is_sure or self.is_resident(following):
+    def _prefetch(self, page: Page, following: Page) -> None:
+        """Start to gather the page that will be read next, if there is room for both."""
+        if self.is_resident(following):
             return
         stays = [other for other in self._resident if other in self._pinned or other in self._persistent]
         together = {*self._unit(page), *self._unit(following), *stays}

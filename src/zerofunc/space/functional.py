@@ -20,9 +20,25 @@ from torch.utils import _pytree as pytree
 from zerofunc.module.sharding import Sharding, sharding_of
 from zerofunc.pages.page import Page
 from zerofunc.ranks.buffers import outside_transforms
-from zerofunc.space.transposed import Gather, Mean, plain
+from zerofunc.space.transposed import Gather, Mean, TangentPull, plain
 
 Tree = Mapping[str, torch.Tensor]
+
+
+class PulledShards(dict[str, torch.Tensor]):
+    """Shards of which a pullback wants the tangents alone. What a transform makes of them is a plain dict."""
+
+    def __init__(self, shards: Tree, pull: TangentPull) -> None:
+        super().__init__(shards)
+        self.pull = pull
+
+
+pytree.register_pytree_node(
+    PulledShards,
+    lambda shards: (list(shards.values()), list(shards)),
+    lambda parts, names: dict(zip(names, parts, strict=True)),
+    serialized_type_name="zerofunc.PulledShards",
+)
 
 
 def functional_call(
@@ -62,7 +78,7 @@ def functional_call(
         names = [slot.name for slot in page.layout.slots]
         if any(name in shards for name in names):
             parts = [shards[n] if n in shards else sharding.shard(n).detach() for n in names]
-            gathered = Gather.apply(sharding, page, own, *parts)
+            gathered = Gather.apply(sharding, page, own, getattr(shards, "pull", None), *parts)
             parameters.update((n, t) for n, t in zip(names, gathered, strict=True) if n in shards)
     prefix = "" if module is sharding.module() else "module."
     named = {prefix + name: tensor for name, tensor in parameters.items()}

@@ -33,15 +33,46 @@ from zerofunc.ranks.buffers import alias, below_transforms, outside_transforms
 Batch = tuple[int, ...]
 
 
+class TangentPull:
+    """A pullback to a module's own shards of which the tangents alone are wanted: its gradients are not reduced.
+
+    They come out nan. A gradient that something else takes through the same graph is not meant.
+    """
+
+    def __init__(self) -> None:
+        self._level: int | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The pullback runs inside."""
+        self._level = None if torch.is_anomaly_enabled() else _level()
+        try:
+            yield
+        finally:
+            self._level = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it runs now, and no other one that it has called."""
+        return self._level == _level()
+
+
+def _level() -> int:
+    return int(torch._C._functorch.maybe_current_level() or 0)
+
+
 class Gather(Function):
     """Parameters of full shape of one page, from this rank's parts; read lazily, as pages of their own.
 
-    ``Gather.apply(sharding, page, is_own, *parts)``: each part is [*batch, n]; each result [*batch, *shape].
-    ``is_own`` tells that on every rank the parts are the module's own shards, so that its own pages serve.
+    ``Gather.apply(sharding, page, is_own, pull, *parts)``: each part is [*batch, n]; each result [*batch, *shape].
+    ``is_own`` tells that on every rank the parts are the module's own shards, so that its own pages serve. ``pull``
+    may say that of some gradients the tangents alone are wanted.
     """
 
     @staticmethod
-    def forward(sharding: Sharding, page: Page, is_own: bool, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        sharding: Sharding, page: Page, is_own: bool, pull: TangentPull | None, *parts: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         if not is_own:
             _refuse_tracing("a gather of shards")
         with below_transforms():
@@ -51,24 +82,26 @@ class Gather(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.sharding, ctx.page, ctx.is_own = inputs[:3]
+        ctx.sharding, ctx.page, ctx.is_own, ctx.pull = inputs[:4]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        is_wanted = not (ctx.is_own and _tangents_only_at[-1:] == [_level()])
-        return None, None, None, *Reduce.apply(ctx.sharding, ctx.page, is_wanted, *gradients)
+        is_wanted = not (ctx.is_own and ctx.pull is not None and ctx.pull.is_running)
+        return None, None, None, None, *Reduce.apply(ctx.sharding, ctx.page, is_wanted, *gradients)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, __: None, ___: None, *tangents: torch.Tensor | None) -> Any:
+    def jvp(ctx: Any, _: None, __: None, ___: None, ____: None, *tangents: torch.Tensor | None) -> Any:
         given = _no_none(ctx.sharding, ctx.page, tangents)
         _refuse_basis(ctx.sharding, given)
-        return Gather.apply(ctx.sharding, ctx.page, False, *given)
+        return Gather.apply(ctx.sharding, ctx.page, False, None, *given)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, sharding: Sharding, page: Page, is_own: bool, *parts: torch.Tensor) -> Any:
-        batched = _batch_first(info.batch_size, in_dims[3:], parts)
-        return Gather.apply(sharding, page, False, *batched), (0,) * len(parts)
+    def vmap(
+        info: Any, in_dims: Any, sharding: Sharding, page: Page, is_own: bool, pull: Any, *parts: torch.Tensor
+    ) -> Any:
+        batched = _batch_first(info.batch_size, in_dims[4:], parts)
+        return Gather.apply(sharding, page, False, None, *batched), (0,) * len(parts)
 
 
 class Reduce(Function):
@@ -109,7 +142,7 @@ class Reduce(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        gathered = Gather.apply(ctx.sharding, ctx.page, False, *_no_none(ctx.sharding, ctx.page, gradients))
+        gathered = Gather.apply(ctx.sharding, ctx.page, False, None, *_no_none(ctx.sharding, ctx.page, gradients))
         pairs = zip(gathered, ctx.is_given, strict=True)
         return None, None, None, *(tensor if is_given else None for tensor, is_given in pairs)
 
@@ -211,28 +244,6 @@ class Part(Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, flat: torch.Tensor, start: int, stop: int, num_shards: int) -> Any:
         return Part.apply(flat.movedim(in_dims[0], 0), start, stop, num_shards), 0
-
-
-# -- gradients whose tangents alone are wanted -------------------------------------------------------------------------
-
-_tangents_only_at: list[int] = []
-
-
-@contextmanager
-def tangents_only() -> Iterator[None]:
-    """Pull back to a module's own shards for tangents alone: the gradient itself is not reduced, and comes out nan.
-
-    A gradient that the pullback itself takes, at a level of its own, is not meant.
-    """
-    _tangents_only_at.append(-1 if torch.is_anomaly_enabled() else _level())
-    try:
-        yield
-    finally:
-        _tangents_only_at.pop()
-
-
-def _level() -> int:
-    return int(torch._C._functorch.maybe_current_level() or 0)
 
 
 # -- pages of given parts ---------------------------------------------------------------------------------------------

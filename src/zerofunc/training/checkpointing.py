@@ -16,13 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zerofunc.config import Config
 from zerofunc.data.loaders import RankLoader
+from zerofunc.module.full_values import full_state
 from zerofunc.module.sharding import Sharding
 from zerofunc.saving.checkpoints import Options, Saver, load
 from zerofunc.saving.export import export
 from zerofunc.saving.files import write_pickled
 from zerofunc.saving.state import Run, Wanted
 from zerofunc.saving.together import together
-from zerofunc.space.trees import full_state
 from zerofunc.training.accumulation import Accumulation
 from zerofunc.training.precision import LossScaler
 

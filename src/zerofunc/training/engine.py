@@ -22,8 +22,9 @@ from zerofunc.data.batch_losses import LossFunction, loss_of, on_device
 from zerofunc.data.loaders import RankLoader, RepeatingLoader, rank_loader
 from zerofunc.gradients.policy import Conductor
 from zerofunc.kernels.selection import explain_second_order
+from zerofunc.module.full_values import full_state
 from zerofunc.module.sharding import Usage, sharding_of, shards
-from zerofunc.space.trees import full_state, mean
+from zerofunc.space.trees import mean
 from zerofunc.training.accumulation import Accumulation
 from zerofunc.training.checkpointing import Resumable
 from zerofunc.training.conductor import EngineConductor

@@ -7,7 +7,20 @@ from torch import nn
 
 import zerofunc
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+EVERY_STAGE = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def stages(*fast):
+    """Every stage, those that are not named in the slow suite alone.
+
+    Stages 1 and 2 have the parameters of stage 0 and differ in reductions and in what an optimizer sees; what asks
+    about these has :data:`EVERY_STAGE`.
+    """
+    slow = pytest.mark.slow
+    return pytest.mark.parametrize("stage", [s if s in fast else pytest.param(s, marks=slow) for s in range(4)])
+
+
+STAGES = stages(0, 3)
 ADAMW = {"lr": 0.05, "weight_decay": 0.1}
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 

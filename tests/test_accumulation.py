@@ -7,7 +7,7 @@ from torch import nn
 
 import zerofunc
 from reference import (
-    STAGES,
+    EVERY_STAGE,
     Branches,
     Net,
     adamw,
@@ -22,7 +22,7 @@ from reference import (
 )
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_eight_micro_batches_of_one_equal_one_of_eight(stage):
     many = engine_of(build(Net), stage, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=8)
@@ -48,7 +48,7 @@ def test_eight_micro_batches_of_one_equal_one_of_eight(stage):
     assert many.global_samples == one.global_samples
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_the_boundary_of_accumulation_may_be_set_by_hand(stage):
     engine, model = engine_of(build(Net), stage), build(Net)
@@ -67,7 +67,7 @@ def test_the_boundary_of_accumulation_may_be_set_by_hand(stage):
     assert (engine.global_steps, engine.micro_steps) == (2, 6)
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_gradients_are_forgotten_on_request(stage):
     engine, model = engine_of(build(Net), stage, gradient_accumulation_steps=2), build(Net)
@@ -127,7 +127,7 @@ def test_no_sync_is_refused_where_gradients_are_split(stage):
         pass
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_coalesced_backwards_are_reduced_once(stage):
     engine, model = engine_of(build(Net), stage, gradient_accumulation_steps=3), build(Net)
@@ -151,7 +151,7 @@ def test_coalesced_backwards_are_reduced_once(stage):
     assert_same(engine, model)
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(2)
 def test_coalesced_backwards_may_reach_other_parameters_on_other_ranks(stage):
     more = {"zerofunc": {"unsplit": ["experts"]}}
@@ -180,7 +180,7 @@ def test_a_step_or_another_context_inside_is_refused(context):
     assert engine.micro_steps == 0
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(2)
 def test_an_error_in_a_coalesced_backward_leaves_nothing_behind(stage):
     engine, model = engine_of(build(Net), stage), build(Net)
@@ -196,7 +196,7 @@ def test_an_error_in_a_coalesced_backward_leaves_nothing_behind(stage):
 # ---- who counts -----------------------------------------------------------------------------------------------------
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_the_user_may_count_micro_batches(stage):
     more = {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 2}
@@ -219,7 +219,7 @@ def test_the_user_may_count_micro_batches(stage):
             refused()
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_a_whole_batch_is_trained_and_evaluated_by_one_call(stage):
     engine, model = engine_of(build(Net), stage, gradient_accumulation_steps=2), build(Net)

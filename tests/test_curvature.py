@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zerofunc
-from reference import STAGES, Language, Net, build
+from reference import EVERY_STAGE, STAGES, Language, Net, build
 from zerofunc import curvature
 
 NUM_SAMPLES = 8
@@ -102,7 +102,7 @@ def probe_seed(seed, index):
 
 
 @pytest.mark.world_size(1, 2)
-@STAGES
+@EVERY_STAGE
 def test_products_equal_dense_matrices(stage):
     case = Case(stage)
     directions = [zerofunc.draw(case.module, seed) for seed in range(3)]
@@ -437,7 +437,7 @@ def test_bad_input_is_refused_on_every_rank():
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("stage", STAGES)
+@EVERY_STAGE
 def test_a_product_reduces_no_gradient_that_nobody_asked_for(stage):
     case = Case(stage)
     where = zerofunc.shards(case.module)
@@ -458,7 +458,7 @@ def test_a_product_reduces_no_gradient_that_nobody_asked_for(stage):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("stage", STAGES)
+@STAGES
 def test_a_product_may_be_pulled_back_at_the_level_at_which_it_was_made(stage):
     case = Case(stage)
     where = {name: part.detach() for name, part in zerofunc.shards(case.module).items()}

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import zerofunc
-from reference import STAGES, adamw, assert_same, build, data, engine_of, step_reference, train_both
+from reference import adamw, assert_same, build, data, engine_of, stages, step_reference, train_both
 
 
 class Expert(nn.Sequential):
@@ -90,7 +90,7 @@ def options(stage, unsplit):
 
 
 @pytest.mark.parametrize("loss", [fit, penalty, meanflow])
-@STAGES
+@stages(3)
 @pytest.mark.world_size(1, 2)
 def test_ranks_choose_experts_of_their_own(stage, loss):
     engine, _ = train_both(Blocks, loss, stage, **options(stage, UNSPLIT[0]))

@@ -13,13 +13,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import zerofunc
-from reference import engine_of
+from reference import EVERY_STAGE, engine_of
 from test_state_dict import Tied, built
 from zerofunc.saving.convert import convert
 from zerofunc.saving.weights_folder import bytes_in, plan_files
 from zerofunc.tools.cli import app
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 MASTERS = {"bf16": {"enabled": True}}
 
 
@@ -44,7 +43,7 @@ def trained(stage, dtype=torch.float64, **more):
     return engine
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_what_is_exported_loads_in_plain_pytorch(stage, tmp_path):
     engine = trained(stage)
@@ -80,7 +79,7 @@ def test_files_are_of_the_size_that_is_asked_for_and_an_older_export_is_replaced
     assert "mix.bias" not in found and {value.dtype for value in found.values()} == {torch.float32}
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(2)
 def test_float32_masters_are_exported_where_float32_is_asked_for(stage, tmp_path):
     engine = trained(stage, torch.float32, **MASTERS)

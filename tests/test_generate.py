@@ -5,7 +5,7 @@ import torch
 from torch import distributed as dist
 
 import zerofunc
-from reference import STAGES, adamw, assert_same, config, engine_of, step_reference
+from reference import adamw, assert_same, config, engine_of, stages, step_reference
 
 transformers = pytest.importorskip("transformers")
 
@@ -45,7 +45,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@STAGES
+@stages(3)
 @pytest.mark.world_size(1, 2)
 def test_generating_equals_one_process_and_training_goes_on(stage, way):
     engine, model = engine_of(llama(), stage), llama()
@@ -64,7 +64,7 @@ def test_generating_equals_one_process_and_training_goes_on(stage, way):
         assert_same(engine, model)
 
 
-@STAGES
+@stages(3)
 @pytest.mark.world_size(2)
 def test_ranks_generate_different_lengths_inside_gathered(stage):
     """As in reinforcement learning: each rank writes as long as it likes, then all train on what they wrote."""
@@ -107,7 +107,7 @@ def test_ranks_that_generate_different_lengths_elsewhere_are_told_what_to_do():
         zerofunc.mean(torch.ones(()), engine.module)  # where the others are not
 
 
-@STAGES
+@stages(3)
 @pytest.mark.world_size(2)
 def test_a_frozen_model_without_an_optimizer_is_an_engine_too(stage):
     """A reference or reward model: nothing to train, sharded for its memory."""

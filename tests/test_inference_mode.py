@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
 
 import zerofunc
-from reference import STAGES, Net, build, data
+from reference import Net, build, data, stages
 
 
 def through_checkpoint(module):
@@ -43,7 +43,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("what", PAIRS)
-@STAGES
+@stages(3)
 @pytest.mark.world_size(2)
 def test_transforms_in_inference_mode(stage, what, transform):
     module, plain = zerofunc.shard(build(Net), stage, page_bytes=160, resident_bytes=0, timeout_s=20), build(Net)

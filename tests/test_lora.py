@@ -5,7 +5,7 @@ import torch
 from torch import distributed as dist
 
 import zerofunc
-from reference import ADAMW, STAGES, adamw, assert_same, config, engine_of, step_reference, values
+from reference import ADAMW, adamw, assert_same, config, engine_of, stages, step_reference, values
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -48,7 +48,7 @@ def train_both(engine, model, steps=2, loss=loss):
         assert_same(engine, model)
 
 
-@STAGES
+@stages(3)
 @pytest.mark.world_size(1, 2)
 def test_adapters_train_and_the_base_costs_nothing(stage):
     engine, model = engine_of(adapted(), stage, zerofunc={"page_bytes": 2048}), adapted()
@@ -71,7 +71,7 @@ def test_adapters_train_and_the_base_costs_nothing(stage):
     assert before == pytest.approx(expected, abs=padding)
 
 
-@STAGES
+@stages(3)
 @pytest.mark.world_size(2)
 def test_only_adapters_are_reduced(stage):
     engine = engine_of(adapted(), stage)
@@ -85,7 +85,7 @@ def test_only_adapters_are_reduced(stage):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.world_size(2)
 def test_adapters_train_through_checkpointed_layers(stage, reentrant):
     def checkpointed():
@@ -108,7 +108,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("more", VARIANTS, ids="-".join)
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.world_size(2)
 def test_variants_train(stage, more):
     engine, model = engine_of(adapted(**more), stage), adapted(**more)
@@ -128,13 +128,13 @@ def preference(model, step, rank):
     return -torch.nn.functional.logsigmoid(own - base).mean()
 
 
-@STAGES
+@stages(3)
 @pytest.mark.world_size(2)
 def test_the_base_is_the_reference_model_of_a_preference_loss(stage):
     train_both(engine_of(adapted(), stage), adapted(), loss=preference)
 
 
-@STAGES
+@stages(3)
 @pytest.mark.world_size(2)
 def test_adapters_are_switched_between_steps(stage):
     def two():
@@ -154,7 +154,7 @@ def test_adapters_are_switched_between_steps(stage):
         assert_same(engine, model)
 
 
-@STAGES
+@stages(3)
 @pytest.mark.world_size(2)
 def test_adapters_are_merged_and_taken_out_again(stage):
     engine, model = engine_of(adapted(), stage), adapted()
@@ -172,7 +172,7 @@ def test_adapters_are_merged_and_taken_out_again(stage):
         torch.testing.assert_close(engine(input_ids=x).logits, before)
 
 
-@STAGES
+@stages(3)
 @pytest.mark.world_size(2)
 def test_adapters_are_saved_and_loaded(stage, tmp_path):
     engine, model = engine_of(adapted(), stage), adapted()

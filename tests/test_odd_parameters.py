@@ -7,7 +7,7 @@ from torch import nn
 from torch.func import grad, jacrev, jvp, vmap
 
 import zerofunc
-from reference import STAGES, data
+from reference import data, stages
 
 
 class Odd(nn.Module):
@@ -36,7 +36,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@STAGES
+@stages(3)
 @pytest.mark.world_size(2)
 def test_transforms_over_odd_parameters_equal_one_process(stage, name):
     module, plain = Odd(), Odd()
@@ -63,7 +63,7 @@ def test_transforms_over_odd_parameters_equal_one_process(stage, name):
         torch.testing.assert_close(zerofunc.unshard(module, found), dict(expected))
 
 
-@STAGES
+@stages(3)
 @pytest.mark.world_size(2)
 def test_overrides_of_a_module_registered_twice_do_not_stay(stage):
     torch.manual_seed(0)

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 import zerofunc
-from reference import STAGES, Net, assert_same, build, config, fit
+from reference import EVERY_STAGE, Net, assert_same, build, config, fit
 from test_optimizers import Averaging, Distance, Lamb, Momentum, SilentNorm, Wrapper
 
 
@@ -31,13 +31,13 @@ def wrapped(params):
 
 
 @pytest.mark.parametrize("kind", [Averaging, SilentNorm, Lamb, wrapped])
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(2)
 def test_steps_equal_one_process(stage, kind):
     train(kind, stage)
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(2)
 def test_a_number_over_all_parameters_is_right_at_stage_0_and_refused_above(stage):
     if stage == 0:

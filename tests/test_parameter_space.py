@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 import zerofunc
-from reference import STAGES, Language, Net, build, data, engine_of
+from reference import EVERY_STAGE, STAGES, Language, Net, build, data, engine_of
 
 
 def num_ranks():
@@ -70,7 +70,7 @@ def rows(tree, index):
 
 
 @pytest.mark.world_size(1, 2)
-@STAGES
+@EVERY_STAGE
 def test_first_order(stage):
     pair = Pair(stage)
     v, full = pair.draw(1)
@@ -89,7 +89,7 @@ def test_first_order(stage):
 
 
 @pytest.mark.world_size(1, 2)
-@STAGES
+@EVERY_STAGE
 def test_hessian_products_in_every_order_and_third_order(stage):
     pair = Pair(stage)
     v, full = pair.draw(1)

@@ -9,7 +9,7 @@ from torch import distributed as dist
 from torch import nn
 
 import zerofunc
-from reference import STAGES, Language, Net, build, config, data
+from reference import EVERY_STAGE, STAGES, Language, Net, build, config, data
 from zerofunc.per_sample.convolution import Convolution, Geometry
 from zerofunc.per_sample.functions import (
     clipped_grad,
@@ -78,7 +78,7 @@ def tokens_of(rank, size):
 # ---- norms -----------------------------------------------------------------------------------------------------------
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_norms_are_those_of_this_ranks_samples(stage):
     rank, _ = rank_and_size()
@@ -441,7 +441,7 @@ def clipped(fn, module, batch, max_norm):
     return {name: torch.einsum("b,b...->...", factors, gradient) for name, gradient in tree.items()}
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_clipped_gradient_is_over_all_ranks_samples(stage):
     """Ranks have different numbers of samples, and the first one none if there are two."""

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofunc
-from reference import STAGES, assert_same_gradients, data
+from reference import assert_same_gradients, data, stages
 
 
 def build():
@@ -29,7 +29,7 @@ def penalty(run, module, x, is_first_order):
 
 
 @pytest.mark.parametrize("is_first_order", [False, True])
-@STAGES
+@stages(3)
 @pytest.mark.world_size(1, 2)
 def test_a_checkpoint_inside_second_order(stage, is_first_order):
     module, plain = zerofunc.shard(build(), stage, page_bytes=160, resident_bytes=0, timeout_s=20), build()

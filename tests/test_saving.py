@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import zerofunc
-from reference import STAGES, Language, Net, build, config, data, engine_of, fit, values
+from reference import EVERY_STAGE, STAGES, Language, Net, build, config, data, engine_of, fit, values
 from zerofunc.saving.files import TensorFile
 from zerofunc.saving.manifest import CheckpointError, read_manifest
 from zerofunc.saving.packing import Packed, read_packed
@@ -92,7 +92,7 @@ PRECISIONS = {
 }
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.world_size(2)
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(stage, precision, tmp_path):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.func import grad, jvp, vmap
 
 import zerofunc
-from reference import STAGES
+from reference import stages
 
 
 class Elementary(nn.LayerNorm):
@@ -54,7 +54,7 @@ NORMS = {"one dimension": {}, "without parameters": {"elementwise_affine": False
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", LOSSES)
-@STAGES
+@stages(3)
 @pytest.mark.world_size(2)
 def test_third_derivatives_through_layer_norm(stage, name, norm):
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import zerofunc
 from reference import (
     ADAMW,
+    EVERY_STAGE,
     SGD,
-    STAGES,
     Branches,
     Language,
     Net,
@@ -33,13 +33,13 @@ from zerofunc.schedules import build_scheduler
 # ---- which parameters take part ----------------------------------------------------------------------------------
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2, 4)
 def test_training_equals_one_process(stage):
     train_both(Net, fit, stage)
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_torch_style_training_equals_one_process(stage):
     model = build(Net)
@@ -59,7 +59,7 @@ def next_token(model, step, rank):
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_tied_weights_stay_one_parameter(stage):
     engine, _ = train_both(Language, next_token, stage)
@@ -74,7 +74,7 @@ class HalfFrozen(Net):
         self.head.bias.requires_grad_(False)
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_frozen_parameters_stay(stage):
     engine, _ = train_both(HalfFrozen, fit, stage)
@@ -89,7 +89,7 @@ class PartlyUnused(Net):
         self.also_unused = nn.Parameter(torch.ones(2))
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_unused_parameters_have_no_gradient_and_do_not_decay(stage):
     engine, model = engine_of(build(PartlyUnused), stage), build(PartlyUnused)
@@ -123,7 +123,7 @@ def test_ranks_may_take_different_branches_of_an_unsplit_module_at_stage_3():
     train_both(Branches, one_expert, 3, zerofunc={"unsplit": ["experts"]})
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(2)
 def test_ranks_may_differ_inside_gathered(stage):
     engine, model = engine_of(build(Branches), stage), build(Branches)
@@ -167,7 +167,7 @@ def nothing_on_the_first_rank(model, step, rank):
     return x.sum() if rank == 0 else model(x).square().mean()
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_a_loss_may_reach_no_parameter_on_a_rank(stage):
     engine, model = engine_of(build(Net), stage), build(Net)
@@ -185,13 +185,13 @@ def several_forwards(model, step, rank):
     return (model(x) * model(y)).mean() + model(x + y).square().mean()
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_several_forwards_and_one_backward(stage):
     train_both(Net, several_forwards, stage)
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_several_backwards_before_a_step_add_up(stage):
     engine, model = engine_of(build(Net), stage, gradient_accumulation_steps=2), build(Net)
@@ -207,7 +207,7 @@ def test_several_backwards_before_a_step_add_up(stage):
         assert_same(engine, model)
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_several_losses_share_a_forward(stage):
     engine, model = engine_of(build(Net), stage), build(Net)
@@ -224,7 +224,7 @@ def test_several_losses_share_a_forward(stage):
     assert_same_gradients(engine.module, model)
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_a_retained_graph_is_run_twice(stage):
     engine, model = engine_of(build(Net), stage), build(Net)
@@ -245,7 +245,7 @@ def with_checkpoint(reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_activations_may_be_checkpointed(stage, reentrant):
     train_both(Net, with_checkpoint(reentrant), stage, steps=2)
@@ -257,7 +257,7 @@ def with_a_gradient_inside(model, step, rank):
     return slope.square().mean() + torch.func.jvp(model, (x.detach(),), (x.detach().cos(),))[1].square().mean()
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_a_loss_may_be_made_of_derivatives(stage):
     train_both(Net, with_a_gradient_inside, stage, steps=2)
@@ -282,7 +282,7 @@ def generator_loss(critic, fake):
 
 
 @pytest.mark.parametrize("freeze", [False, True])
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_a_gan_of_two_engines_trains(stage, freeze):
     generator, critic = build(Generator, 1), build(Critic, 2)
@@ -334,7 +334,7 @@ class EvalBuffered(Buffered):
         self.eval()
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_buffers_are_those_of_the_module(stage):
     engine, model = train_both(EvalBuffered, fit, stage)
@@ -344,7 +344,7 @@ def test_buffers_are_those_of_the_module(stage):
         assert torch.equal(buffer, model.get_buffer(name)), name
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(2)
 def test_every_rank_begins_with_the_values_of_the_first_rank(stage):
     engine, model = engine_of(build(Buffered, seed=dist.get_rank()), stage), build(Buffered, seed=0)
@@ -361,7 +361,7 @@ def generate(model, length=4):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_training_goes_on_after_evaluation_and_generation(stage, mode):
     engine, model = engine_of(build(Language), stage), build(Language)
@@ -387,13 +387,13 @@ def by_attribute(model, step, rank):
     return (F.linear(hidden, module.head.weight) + 2 * module.head.bias).square().mean() + module.first.weight.sum()
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_weights_read_by_attribute_and_other_methods_train(stage):
     train_both(Net, by_attribute, stage)
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_the_engine_has_the_attributes_of_its_module(stage):
     engine, model = engine_of(build(Net), stage), build(Net)
@@ -422,7 +422,7 @@ class Witness(Net):
         return self.head(hidden)
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_metadata_of_parameters_is_logical_at_all_times(stage):
     expected = metadata(build(Witness))
@@ -440,7 +440,7 @@ def test_metadata_of_parameters_is_logical_at_all_times(stage):
         assert note == expected
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_a_step_inside_gathered_is_seen_inside_and_outside(stage):
     engine, model = engine_of(build(Net), stage), build(Net)
@@ -457,7 +457,7 @@ def test_a_step_inside_gathered_is_seen_inside_and_outside(stage):
 # ---- clipping --------------------------------------------------------------------------------------------
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2, 4)
 def test_clipping_is_by_the_norm_of_the_mean_gradient(stage):
     limit = 0.05
@@ -478,7 +478,7 @@ def test_clipping_is_by_the_norm_of_the_mean_gradient(stage):
         assert_same(engine, model)
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_the_norm_is_known_without_clipping(stage):
     engine, model = engine_of(build(PartlyUnused), stage), build(PartlyUnused)
@@ -506,7 +506,7 @@ class MixedTypes(nn.Module):
         return self.high(torch.tanh(self.low(embedded.float())).double())
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_data_types_may_be_mixed_and_gradients_sparse(stage):
     plain = {"type": "SGD", "params": {"lr": 0.5}}
@@ -556,7 +556,7 @@ def train_with(engine, model, optimizer, schedule=None, steps=3):
         assert_same(engine, model)
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_an_optimizer_with_groups_moves_to_the_shards(stage):
     module, model = build(Net), build(Net)
@@ -567,7 +567,7 @@ def test_an_optimizer_with_groups_moves_to_the_shards(stage):
     train_with(engine, model, momentum(groups_of(model)))
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_an_optimizer_may_be_a_function_of_groups(stage):
     module, model = build(Net), build(Net)
@@ -578,7 +578,7 @@ def test_an_optimizer_may_be_a_function_of_groups(stage):
     train_with(engine, model, momentum(groups_of(model)))
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_parameters_that_are_not_given_to_the_optimizer_stay(stage):
     module, model = build(Net), build(Net)
@@ -593,7 +593,7 @@ def halve(optimizer):
 
 
 @pytest.mark.parametrize("as_function", [False, True])
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_a_schedule_of_the_caller_is_followed(stage, as_function):
     module, model = build(Net), build(Net)
@@ -607,7 +607,7 @@ def test_a_schedule_of_the_caller_is_followed(stage, as_function):
     assert engine.get_lr() == [0.05 / 8]
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(1, 2)
 def test_a_schedule_of_the_config_is_followed(stage):
     kind, params = "WarmupLR", {"warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}
@@ -620,7 +620,7 @@ def test_a_schedule_of_the_config_is_followed(stage):
 # ---- meshes ---------------------------------------------------------------------------------------------------------
 
 
-@STAGES
+@EVERY_STAGE
 @pytest.mark.world_size(4)
 def test_a_mesh_of_two_axes_shards_over_one_and_replicates_over_the_other(stage):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

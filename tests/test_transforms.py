@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from reference import STAGES
 from zerofunc.verify.cells import CELLS
 from zerofunc.verify.models import Attention
 from zerofunc.verify.run import CANNOT, OK, Setting, plain_fails, verify_rank
@@ -38,7 +39,6 @@ def check(model, stage, cells, **options):
     assert {outcome.cell for outcome in outcomes if outcome.status == CANNOT} <= NOT_IN_PYTORCH[model], setting
 
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 OF_ANY_MODEL = {cell.name for cell in CELLS if cell.models is None}
 KERNELS = {cell.name for cell in CELLS if cell.models is not None}
 LONG = {"linearize"}  # takes as long as all others together

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -70,7 +71,23 @@ def shard_optimizer(
         if before.get(param):
             _move_state(made, shard, before.pop(param))
     made.state.update(before)
+    if not isinstance(optimizer, Optimizer):
+        _refresh_after_steps(optimizer, dict.fromkeys(sharding for group in places for sharding, _ in group))
     return made
+
+
+def _refresh_after_steps(wrapper: Any, shardings: Iterable[Sharding]) -> None:
+    """Local. Let parameters show what a wrapper does after the step of the optimizer inside, which alone is seen."""
+    step = wrapper.step
+
+    @functools.wraps(step)
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        for sharding in shardings:
+            sharding.refresh()
+        return result
+
+    wrapper.step = seen
 
 
 def _is_elementwise(optimizer: Optimizer, places: list[tuple[Sharding, str]], allow_untested: bool) -> bool:

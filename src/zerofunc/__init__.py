@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from zerofunc import curvature
 from zerofunc.config import ConfigError
 from zerofunc.data.loaders import RepeatingLoader
+from zerofunc.gradients.policy import ReductionPolicy
 from zerofunc.kernels.selection import second_order
 from zerofunc.module.full_values import gathered
 from zerofunc.module.init import Init
@@ -61,6 +62,7 @@ __all__ = [
     "Init",
     "Join",
     "Projector",
+    "ReductionPolicy",
     "RepeatingLoader",
     "Usage",
     "attention",

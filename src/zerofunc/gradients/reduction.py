@@ -64,7 +64,6 @@ class Reducer:
         self._running: Backward | None = None
         self._accumulated = [Local() for _ in pages]
         self._unreduced: set[int] = set()  # pages that were trainable in a backward since the last reduction
-        self._abandoned: list[Flight] = []
         axes.main.add_reductions(self)
 
     def attach(self) -> None:
@@ -395,12 +394,11 @@ class Reducer:
         self.forget_failed()
 
     def forget_failed(self) -> None:
-        """Free what a backward that raised has packed; called where no backward runs."""
+        """Free what a backward that raised has packed, where none runs. Nobody waits for its reductions."""
         failed, self._running = self._running, None
         if failed is not None:
             for number, accumulated in failed.borrowed.items():
                 self._accumulated[number] = accumulated
-            self._abandoned += failed.flights  # may still be written to; no rank waits for it any more
 
 
 def _hook(reducer: weakref.ref[Reducer], number: int, slot: int) -> Callable[[torch.Tensor], None]:

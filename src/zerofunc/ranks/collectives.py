@@ -7,10 +7,11 @@ reductions, and a gloo group on which ranks agree on what comes next (agreement.
 from __future__ import annotations
 
 import math
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from zerofunc.ranks.buffers import BufferPool
 from zerofunc.ranks.process_groups import (
     DEFAULT_TIMEOUT_S,
     Groups,
+    Work,
     background_group_over,
     default_timeout_s,
     groups_over,
@@ -34,13 +36,6 @@ from zerofunc.ranks.process_groups import (
 __all__ = [
     "DEFAULT_TIMEOUT_S", "Axes", "Axis", "DivergenceError", "Done", "Work", "axes_of", "join_processes", "joined_ranks"
 ]  # fmt: skip
-
-
-class Work(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> None:
-        """Block until the result may be used."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +54,7 @@ class Pending:
     axis: Axis
     label: str
     finish: Callable[[], object] | None = None
+    tensors: tuple[torch.Tensor, ...] = ()
 
     def wait(self) -> None:
         """Block until the result may be used."""
@@ -69,6 +65,26 @@ class Pending:
             raise self.axis.lost(self.label, error) from error
         if self.finish is not None:
             self.finish()
+
+
+class Owned:
+    """A collective under way as its owner holds it. Where the owner goes without waiting, it is kept elsewhere."""
+
+    def __init__(self, pending: Pending, kept: list[Work], *tensors: torch.Tensor) -> None:
+        self._pending = pending
+        self._left_behind = weakref.finalize(self, _keep, kept, pending, tensors)
+        self._left_behind.atexit = False
+
+    def wait(self) -> None:
+        """Block until the result may be used."""
+        try:
+            self._pending.wait()
+        finally:
+            self._left_behind.detach()
+
+
+def _keep(kept: list[Work], pending: Pending, tensors: tuple[torch.Tensor, ...]) -> None:
+    kept.append(replace(pending, tensors=tensors))
 
 
 @dataclass
@@ -116,6 +132,8 @@ class Axis:
                 does not arrive within the time-out.
         """
         if self.groups is not None:
+            while self.groups.forsaken:  # all ranks have started them
+                self.groups.forsaken.pop().wait()
             self.groups.channel.agree(label)
 
     def number_module(self) -> int:
@@ -170,8 +188,10 @@ class Axis:
             pieces = full.view(self.size, -1)
             if pieces[self.rank].data_ptr() != shard.data_ptr():
                 pieces[self.rank].copy_(shard)
-            return Pending(self._exchange([shard] * self.size, list(pieces), group, _tag(label)), self, label)
-        return Pending([all_gather(full, shard, group=group, async_op=True)], self, label)
+            works = self._exchange([shard] * self.size, list(pieces), group, _tag(label))
+        else:
+            works = [all_gather(full, shard, group=group, async_op=True)]
+        return Owned(Pending(works, self, label), self.groups.forsaken, full, shard)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str) -> Work:
         """Collective. Start summing ``full`` [size * n] over ranks into this rank's ``shard`` [n]; ranks have agreed.
@@ -184,7 +204,8 @@ class Axis:
         self.moved_bytes += full.nbytes * (self.size - 1) // self.size
         group = self.groups.reduce
         if dist.get_backend(group) != "gloo":
-            return Pending([_reduce_scatter(shard, full, group=group, async_op=True)], self, label)
+            works = [_reduce_scatter(shard, full, group=group, async_op=True)]
+            return Owned(Pending(works, self, label), self.groups.given_up, full, shard)
         mine = full.view(self.size, -1)
         others = self._pieces.take(full.numel() - shard.numel(), full.dtype, full.device).view(self.size - 1, -1)
         pieces = [others[peer - (peer > self.rank)] if peer != self.rank else shard for peer in range(self.size)]
@@ -193,7 +214,7 @@ class Axis:
         def add() -> None:
             torch.sum(others, 0, out=shard).add_(mine[self.rank])
 
-        return Pending(works, self, label, add)
+        return Owned(Pending(works, self, label, add), self.groups.given_up, full, shard, others)
 
     def _exchange(
         self, sent: list[torch.Tensor], received: list[torch.Tensor], group: dist.ProcessGroup, tag: int
@@ -256,7 +277,8 @@ class Axis:
         if self.groups is None:
             return Done()
         self.moved_bytes += 2 * tensor.nbytes * (self.size - 1) // self.size
-        return Pending([dist.all_reduce(tensor, group=self.groups.reduce, async_op=True)], self, label)
+        work = dist.all_reduce(tensor, group=self.groups.reduce, async_op=True)
+        return Owned(Pending([work], self, label), self.groups.given_up, tensor)
 
     def sum(self, value: torch.Tensor, label: str) -> torch.Tensor:
         """Collective. Sum of a small tensor over ranks, in place; not counted as moved."""

@@ -8,7 +8,8 @@ import hashlib
 import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -82,6 +83,13 @@ def _timeouts_of(world: dist.ProcessGroup) -> dict[str, float]:
     return {}
 
 
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Block until the result may be used."""
+
+
 @dataclass(frozen=True)
 class Groups:
     """Three groups over the same ranks, shared by all modules that are sharded over them.
@@ -90,11 +98,16 @@ class Groups:
         gather: For gathers and broadcasts of pages.
         reduce: For reductions of pages.
         channel: Where ranks agree on what comes next.
+        forsaken: Gathers under way whose owner is gone. Their memory must stay until they have ended: gloo delivers no
+            further message to a rank that has given up the memory of one, and NCCL would write into what others use.
+        given_up: Likewise reductions, which other ranks may never have started, so that nobody waits for them.
     """
 
     gather: dist.ProcessGroup
     reduce: dist.ProcessGroup
     channel: Channel
+    forsaken: list[Work] = field(default_factory=list)
+    given_up: list[Work] = field(default_factory=list)
 
 
 @functools.lru_cache(maxsize=64)

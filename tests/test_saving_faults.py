@@ -38,14 +38,14 @@ def expected(steps):
 POINTS = {
     "during forward": (torch.Tensor, "tanh"),
     "before anything is written": (folders, "begin"),
-    "before files are written": (pieces.PieceWriter, "write_data"),
+    "before files are written": (pieces, "write_share"),
     "between two files": (pieces, "write_tensors"),
     "before the table is written": (checkpoints, "write_manifest"),
     "before the renaming": (folders, "commit"),
     "between the renamings": (Path, "rename"),
     "before latest is written": (folders, "write_bytes"),
     "before the replaced one is removed": (shutil, "rmtree"),
-    "during load": (pieces.PieceReader, "read_data"),
+    "during load": (pieces, "read_pieces"),
 }
 OF_FIRST_RANK = {
     "before anything is written", "before the table is written", "before the renaming", "between the renamings",

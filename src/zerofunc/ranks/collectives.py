@@ -356,18 +356,41 @@ class Axes:
         rows = self.replicate.gather_objects(self.shard.gather_objects(value, label), label)
         return [one for row in rows for one in row]
 
-    def background_group(self) -> dist.ProcessGroup | None:
-        """Collective at its first call. A gloo group over all ranks, for one other thread; None for a single rank."""
+    def background(self) -> Background:
+        """Collective at its first call. Exchanges over all ranks, for one other thread."""
         if self.num_ranks == 1:
-            return None
+            return Background(None, self)
         ranks = tuple(self.gather_objects(dist.get_rank(), "a group for another thread"))
         timeout_s = max(axis.timeout_s for axis in (self.shard, self.replicate) if axis.size > 1)
-        return background_group_over(world_group(), ranks, timeout_s)
+        return Background(background_group_over(world_group(), ranks, timeout_s), self)
 
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
         """Collective. Replace ``tensor`` by the one of the mesh's rank ``source``."""
         self.shard.broadcast(tensor, label, source % self.shard.size)
         self.replicate.broadcast(tensor, label, source // self.shard.size)
+
+
+@dataclass(frozen=True)
+class Background:
+    """Exchanges between the ranks of some axes beside what they do otherwise, by a group of its own."""
+
+    group: dist.ProcessGroup | None
+    axes: Axes
+
+    def gather_objects(self, value: Any, label: str) -> list[Any]:
+        """Collective. What each rank gives, by the ranks' order; small things, not counted.
+
+        Raises:
+            DivergenceError: If a rank does not come within the time-out, or has ended.
+        """
+        values = [value] * self.axes.num_ranks
+        if self.group is not None:
+            try:
+                dist.all_gather_object(values, value, group=self.group)
+            except RuntimeError as error:
+                axis = max((self.axes.shard, self.axes.replicate), key=lambda axis: axis.size)
+                raise axis.lost(label, error) from error
+        return values
 
 
 def axes_of(mesh: DeviceMesh | None, *, replicate_all: bool, timeout_s: float | None = None) -> Axes:

@@ -6,7 +6,6 @@ import datetime
 import functools
 import logging
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,13 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from zerofunc.ranks.collectives import Axes
-from zerofunc.saving import folders
+from zerofunc.saving import folders, pieces
 from zerofunc.saving.files import file_checksum
 from zerofunc.saving.manifest import (
     FORMAT,
@@ -33,7 +27,7 @@ from zerofunc.saving.manifest import (
     write_manifest,
 )
 from zerofunc.saving.packing import Packed, read_packed
-from zerofunc.saving.pieces import Piece, PieceReader, PieceWriter
+from zerofunc.saving.pieces import Piece
 from zerofunc.saving.state import (
     Run,
     Wanted,
@@ -45,13 +39,12 @@ from zerofunc.saving.state import (
     set_random_state,
     targets,
 )
-from zerofunc.saving.together import failure_of, together
+from zerofunc.saving.together import Meeting, together
 from zerofunc.version import __version__
 
 _logger = logging.getLogger(__name__)
 
 SHARED = "shared.safetensors"
-warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # DCP's, of one rank
 
 
 def own_file(rank: int) -> str:
@@ -134,12 +127,12 @@ class Saver:
             stage=self._run.sharding.stage, num_ranks=axes.num_ranks, optimizer=self._run.optimizer_name,
             ties=self._run.ties(), excluded=tuple(sorted(excluded)), tensors={}, files={},
         )  # fmt: skip
-        pieces = captured.pieces
+        own = captured.pieces
         if background:
-            pieces = {name: self._stage(name, piece) for name, piece in pieces.items()}
+            own = {name: self._stage(name, piece) for name, piece in own.items()}
             trees = {name: tree.copied() for name, tree in trees.items()}
-        writer = PieceWriter(folder, axes.rank, pieces, trees, functools.partial(complete, folder, manifest, options))
-        write = functools.partial(_write, writer, axes.background_group(), axes)
+        finish = functools.partial(complete, folder, manifest, options)
+        write = functools.partial(_write, folder, axes.rank, own, trees, axes.background(), finish)
         if not background:
             write()
             return
@@ -150,9 +143,9 @@ class Saver:
     def _stage(self, name: str, piece: Piece) -> Piece:
         """A copy in memory of the CPU, which is used again by the next save."""
         buffer = self._staged.get(name)
-        if buffer is None or buffer.shape != piece.part.shape or buffer.dtype != piece.dtype:
+        if buffer is None or buffer.shape != piece.part.shape or buffer.dtype != piece.part.dtype:
             is_pinned = piece.part.device.type != "cpu"
-            buffer = torch.empty(piece.part.shape, dtype=piece.dtype, pin_memory=is_pinned)
+            buffer = torch.empty(piece.part.shape, dtype=piece.part.dtype, pin_memory=is_pinned)
             self._staged[name] = buffer
         buffer.copy_(piece.part)
         return Piece(buffer, piece.start, piece.full_shape)
@@ -173,26 +166,29 @@ def _log_failure(future: Future[None]) -> None:
         _logger.error("a checkpoint was not saved; the next save, or wait_for_checkpoint(), raises this: %s", error)
 
 
-def _write(writer: PieceWriter, group: Any, axes: Axes) -> None:
-    """Collective on ``group``. Write all files; the first rank completes the checkpoint, or removes them."""
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+def _write(
+    folder: Path,
+    rank: int,
+    captured: Mapping[str, Piece],
+    trees: Mapping[str, Packed],
+    ranks: Meeting,
+    finish: Callable[[dict[str, StoredTensor], dict[str, str]], None],
+) -> None:
+    """Collective in the thread that runs it. Write all files; the first rank completes the checkpoint."""
+    label = f"save into {folder.parent}"
     try:
-        dcp_save(
-            dict(writer.pieces), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
-        )
-    except BaseException as error:
-        if writer.rank == 0:
-            shutil.rmtree(writer.folder, ignore_errors=True)
-        raise _explained(error, axes, f"save into {writer.folder.parent}") from error
+        names = pieces.shared_out(ranks.gather_objects(pieces.offer(captured), label))[rank]
+        written = together(ranks, lambda: pieces.write_share(folder, rank, captured, trees, names), label)
 
+        def finish_on_first() -> None:
+            if rank == 0:
+                finish(*pieces.table_of(written, list(captured)))
 
-def _explained(error: BaseException, axes: Axes, label: str) -> BaseException:
-    """A failure inside DCP, in the words of whoever met it."""
-    if isinstance(error, CheckpointException):
-        return failure_of({rank: wrapped[0] for rank, wrapped in error.failures.items()}, label)
-    if isinstance(error, RuntimeError) and not isinstance(error, CheckpointError) and axes.num_ranks > 1:
-        return max((axes.shard, axes.replicate), key=lambda axis: axis.size).lost(label, error)
-    return error
+        together(ranks, finish_on_first, label)
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def complete(
@@ -266,12 +262,12 @@ def load(
     found: list[_Examined] = []
     together(axes, lambda: found.append(_examine(run, folder, wanted, more_misfits)), label)
     manifest, shared, own = found[0].manifest, found[0].shared, found[0].own
-    pieces = targets(run, manifest, wanted)
-    _read(pieces, PieceReader(folder, manifest), axes, label)
+    read = targets(run, manifest, wanted)
+    together(axes.background(), lambda: pieces.read_pieces(folder, manifest, read), label)
     own_again = own if manifest.num_ranks == axes.num_ranks else None
-    restore(run, pieces, shared, own_again)
+    restore(run, read, shared, own_again)
     if wanted.optimizer and run.optimizer is not None and manifest.optimizer is not None:
-        restore_optimizer(run, pieces, shared, own_again)
+        restore_optimizer(run, read, shared, own_again)
     if wanted.scheduler and run.scheduler is not None and shared["scheduler"] is not None:
         run.scheduler.load_state_dict(shared["scheduler"])
     if run.loader is not None and found[0].stream is not None:
@@ -300,16 +296,6 @@ def _examine(run: Run, folder: Path, wanted: Wanted, more_misfits: Judge | None)
     if stream is not None and run.loader is not None:
         run.loader.check_state_dict(stream)
     return _Examined(manifest, shared, own, stream)
-
-
-def _read(pieces: Mapping[str, Piece], reader: PieceReader, axes: Axes, label: str) -> None:
-    """Collective. Read what is wanted where it is wanted."""
-    group = axes.background_group()
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
-        dcp_load(dict(pieces), storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
-    except BaseException as error:
-        raise _explained(error, axes, label) from error
 
 
 def _look(load_dir: Path, tag: str | None) -> str | None:

@@ -1,43 +1,21 @@
-"""Ranges of logical tensors, and torch.distributed.checkpoint's writer and reader of them.
-
-DCP plans who writes what and who reads which part of what, and tells every rank of another's failure. Files are
-safetensors, one for each rank, and the table of contents is JSON: nothing is pickled to the disk.
-"""
+"""Ranges of logical tensors, and what a rank writes and reads of them: safetensors, one file for each rank."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
 
 from zerofunc.saving.files import NAMES, TensorFile, sync_folder, write_tensors
-from zerofunc.saving.manifest import Chunk, Manifest, StoredTensor
+from zerofunc.saving.manifest import CheckpointError, Chunk, Manifest, StoredTensor
 from zerofunc.saving.packing import Packed
 
 
-class Piece(torch.Tensor):
-    """A flattened logical tensor of which this rank has one range, in a form that DCP plans for.
+@dataclass(frozen=True)
+class Piece:
+    """A flattened logical tensor of which this rank has one range.
 
     Attributes:
         part: The range, 1-D, contiguous.
@@ -49,174 +27,112 @@ class Piece(torch.Tensor):
     start: int
     full_shape: torch.Size
 
-    def __new__(cls, part: torch.Tensor, start: int, full_shape: torch.Size) -> Piece:
-        """Of ``part``, which is not copied."""
-        piece: Piece = torch.Tensor._make_wrapper_subclass(
-            cls, (full_shape.numel(),), dtype=part.dtype, device=part.device
-        )
-        piece.part, piece.start, piece.full_shape = part, start, full_shape
-        return piece
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refused: a piece is there to be saved or loaded."""
-        raise TypeError(f"{func} of a piece of a tensor")
+@dataclass(frozen=True)
+class Written:
+    """One range that a rank has written.
 
-    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:  # noqa: PLW3201 - DCP's protocol
-        """What this rank writes."""
-        if not self.part.numel():
-            return []
-        (chunk,) = self.__create_chunk_list__()
-        data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.size())
-        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+    Attributes:
+        name: Of the tensor.
+        shape: Of the logical tensor.
+        dtype: By safetensors' name.
+        chunk: Where it lies.
+        header: Checksum of its file's header.
+    """
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:  # noqa: PLW3201
-        """What this rank reads."""
-        if not self.part.numel():
-            return []
-        return [ChunkStorageMetadata(torch.Size([self.start]), self.part.shape)]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:  # noqa: PLW3201
-        """Where it is."""
-        return self.part
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: Chunk
+    header: str
 
 
-class PieceWriter(StorageWriter):
-    """Writes each rank's pieces and other state into one folder, and completes it on the first rank.
+Offer = Mapping[str, tuple[int, int]]
+"""What a rank has: by name of the tensor, its range's first element, and its bytes."""
+
+
+def offer(pieces: Mapping[str, Piece]) -> Offer:
+    """Local. What this rank could write."""
+    return {name: (piece.start, piece.part.nbytes) for name, piece in pieces.items() if piece.part.numel()}
+
+
+def shared_out(offers: Sequence[Offer]) -> list[list[str]]:
+    """What each rank writes: every range once, by the rank that has the fewest bytes to write among those that have it.
+
+    Args:
+        offers: Of all ranks, the same on all of them.
+    """
+    holders: dict[tuple[str, int], list[int]] = {}
+    for rank, one in enumerate(offers):
+        for name, (start, _) in one.items():
+            holders.setdefault((name, start), []).append(rank)
+    loads, chosen = [0] * len(offers), [list[str]() for _ in offers]
+    for (name, _), ranks in sorted(holders.items(), key=lambda item: len(item[1])):  # first what only one rank has
+        writer = min(ranks, key=loads.__getitem__)
+        loads[writer] += offers[writer][name][1]
+        chosen[writer].append(name)
+    return chosen
+
+
+def write_share(
+    folder: Path, rank: int, pieces: Mapping[str, Piece], trees: Mapping[str, Packed], names: Sequence[str]
+) -> list[Written]:
+    """Local. Write this rank's files to the disk.
 
     Args:
         folder: An existing folder, the same on all ranks.
         rank: This process's place among those that write.
-        pieces: What it has, by name; DCP chooses who writes what several have.
+        pieces: What it has.
         trees: Other files of this rank, by name.
-        complete: Called on the first rank with the table of tensors and the checksums of files' headers, when all
-            ranks have written. What it raises is raised on every rank.
+        names: The pieces that it writes.
     """
-
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        pieces: Mapping[str, Piece],
-        trees: Mapping[str, Packed],
-        complete: Callable[[dict[str, StoredTensor], dict[str, str]], None],
-    ) -> None:
-        self.folder = folder
-        self.rank = rank
-        self.pieces = pieces
-        self.trees = trees
-        self.complete = complete
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a writer writes once."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans."""
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files; the result has each piece's shape and checksums, for the table."""
-        for file, tree in self.trees.items():
-            tree.write(self.folder / file)
-        name = f"data_{self.rank:05d}.safetensors"
-        values = {item.index.fqn: self.pieces[item.index.fqn].part for item in plan.items}
-        sums = write_tensors(self.folder / name, values, {}) if values else {}
-        sync_folder(self.folder)
-        results = []
-        for item in plan.items:
-            piece = self.pieces[item.index.fqn]
-            chunk = Chunk(file=name, start=piece.start, numel=piece.part.numel(), checksum=sums[item.index.fqn])
-            results.append(WriteResult(item.index, 0, (tuple(piece.full_shape), NAMES[piece.dtype], chunk, sums[""])))
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete the checkpoint."""
-        order = {name: number for number, name in enumerate(self.pieces)}
-        found: dict[str, tuple[tuple[int, ...], str, list[Chunk]]] = {}
-        headers = {}
-        for result in (result for of_rank in results for result in of_rank):
-            shape, dtype, chunk, header = result.storage_data
-            found.setdefault(result.index.fqn, (shape, dtype, []))[2].append(chunk)
-            headers[chunk.file] = header
-        tensors = {
-            name: StoredTensor(dtype=dtype, shape=shape, chunks=tuple(sorted(chunks, key=lambda chunk: chunk.start)))
-            for name, (shape, dtype, chunks) in sorted(found.items(), key=lambda item: order.get(item[0], len(order)))
-        }
-        self.complete(tensors, headers)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a folder."""
-        return Path(checkpoint_id).is_dir()
+    for file, tree in trees.items():
+        tree.write(folder / file)
+    file = f"data_{rank:05d}.safetensors"
+    sums = write_tensors(folder / file, {name: pieces[name].part for name in names}, {}) if names else {}
+    sync_folder(folder)
+    written = []
+    for name in names:
+        part, start, shape = pieces[name].part, pieces[name].start, tuple(pieces[name].full_shape)
+        chunk = Chunk(file=file, start=start, numel=part.numel(), checksum=sums[name])
+        written.append(Written(name, shape, NAMES[part.dtype], chunk, sums[""]))
+    return written
 
 
-class PieceReader(StorageReader):
-    """Reads pieces of a checkpoint that was verified.
+def table_of(
+    written: Sequence[Sequence[Written]], order: Sequence[str]
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """What all ranks have written: the tensors by name, in ``order``, and the checksums of the files' headers."""
+    found: dict[str, list[Written]] = {}
+    headers = {}
+    for one in (one for of_rank in written for one in of_rank):
+        found.setdefault(one.name, []).append(one)
+        headers[one.chunk.file] = one.header
+    places = {name: number for number, name in enumerate(order)}
+    tensors = {}
+    for name in sorted(found, key=lambda name: places.get(name, len(places))):
+        chunks = sorted((one.chunk for one in found[name]), key=lambda chunk: chunk.start)
+        tensors[name] = StoredTensor(dtype=found[name][0].dtype, shape=found[name][0].shape, chunks=tuple(chunks))
+    return tensors, headers
 
-    Args:
-        folder: The checkpoint.
-        manifest: Its table.
+
+def read_pieces(folder: Path, manifest: Manifest, pieces: Mapping[str, Piece]) -> None:
+    """Local. Fill pieces from the mapped files of a checkpoint that was verified, in the pieces' own data types.
+
+    Raises:
+        CheckpointError: If a part of one is not there.
     """
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder = folder
-        self.manifest = manifest
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a reader reads once."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The table in DCP's words."""
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(dtype=tensor.torch_dtype),
-                    torch.Size([tensor.numel]),
-                    [ChunkStorageMetadata(torch.Size([c.start]), torch.Size([c.numel])) for c in tensor.chunks],
-                )
-                for name, tensor in self.manifest.tensors.items()
-            }
-        )
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what is wanted from the mapped files, converted to the target's data type."""
-        files: dict[str, TensorFile] = {}
-        for item in plan.items:
-            name = item.storage_index.fqn
-            assert item.storage_index.offset is not None
-            (offset,) = item.storage_index.offset
-            file = next(chunk.file for chunk in self.manifest.tensors[name].chunks if chunk.start == offset)
-            if file not in files:
-                files[file] = TensorFile(self.folder / file)
-            (first,), (numel,) = item.storage_offsets, item.lengths
-            target = planner.resolve_tensor(item)
-            target.copy_(files[file].read(name)[first : first + numel])
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a folder."""
-        return Path(checkpoint_id).is_dir()
+    files: dict[str, TensorFile] = {}
+    for name, piece in pieces.items():
+        stop, missing = piece.start + piece.part.numel(), piece.part.numel()
+        for chunk in manifest.tensors[name].chunks:
+            first, last = max(chunk.start, piece.start), min(chunk.start + chunk.numel, stop)
+            if first >= last:
+                continue
+            if chunk.file not in files:
+                files[chunk.file] = TensorFile(folder / chunk.file)
+            there = files[chunk.file].read(name)[first - chunk.start : last - chunk.start]
+            piece.part[first - piece.start : last - piece.start].copy_(there)
+            missing -= last - first
+        if missing:
+            raise CheckpointError(f"{folder} has not all of {name}: {missing} elements of this rank's part are missing")

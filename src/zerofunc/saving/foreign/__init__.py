@@ -6,12 +6,19 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from zerofunc.saving.foreign import dcp, deepspeed, weights
+from zerofunc.saving.foreign import deepspeed, weights
 from zerofunc.saving.foreign.found import Found
 from zerofunc.saving.foreign.writing import write
 from zerofunc.saving.manifest import CheckpointError
 
-_READERS: tuple[Callable[[Path, str | None, bool], Found | None], ...] = (deepspeed.read, dcp.read, weights.read)
+
+def _read_dcp(path: Path, tag: str | None, allow_pickle: bool) -> Found | None:
+    from zerofunc.saving.foreign import dcp  # which loads torch.distributed.checkpoint, and that takes a second
+
+    return dcp.read(path, tag, allow_pickle)
+
+
+_READERS: tuple[Callable[[Path, str | None, bool], Found | None], ...] = (deepspeed.read, _read_dcp, weights.read)
 
 
 def import_checkpoint(
